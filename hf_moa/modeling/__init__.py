@@ -1,0 +1,1 @@
+"""Configurations, backbones and mechanisms: a flat, self-contained directory."""

@@ -1,0 +1,286 @@
+"""The flow that every gated attention layer shares: route, project, attend, gate.
+
+`GatedAttention` knows neither a backbone nor how a mixture decides. A backbone subclasses it and
+supplies the projections under its own parameter names; a mixture (`multi_head.MultiHead`,
+`mae.MixtureOfHeads`, `moa.MixtureOfAttentionExperts`) says how tokens become queries and how heads
+become the output; CCT (`cct.GatedAttentionControl`) says which tokens take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .cct import GatedAttentionControl
+from .gate_cache import gated_layer
+from .mae import MixtureOfHeads
+from .moa import MixtureOfAttentionExperts
+from .multi_head import MultiHead
+
+
+class AttentionResult(NamedTuple):
+    """What `GatedAttention` returns.
+
+    Attributes:
+        context: `[B, T, heads, dh]`, gated, before the output projection.
+        attentions: `[B, heads, T, S]` where the implementation gives them, else None.
+        mix: the mixture's decision, for `mixture.output`.
+        record: named tensors of this layer: gates, losses and costs.
+    """
+
+    context: Tensor
+    attentions: Tensor | None
+    mix: Any
+    record: dict[str, Any]
+
+
+class GatedAttention(nn.Module):
+    """Attention whose heads are a mixture and whose tokens may be skipped.
+
+    A subclass sets the attributes below in `__init__`, registers its projections, and implements
+    `project_query` and `project_key_value`. It calls `self.mixture.output(linear, context, mix)`.
+
+    Attributes:
+        config: read for the attention implementation only.
+        mixture: `MultiHead`, `MixtureOfHeads` or `MixtureOfAttentionExperts`.
+        cct: `GatedAttentionControl`, or None.
+        head_dim, num_kv_heads: dh, and the heads of keys and values (1 for MoA).
+        scaling, attention_dropout, is_causal, is_cross_attention, layer_idx: as in transformers.
+    """
+
+    mixture: nn.Module
+    cct: GatedAttentionControl | None
+
+    def __init__(
+        self,
+        config,
+        *,
+        mixture: nn.Module,
+        cct: GatedAttentionControl | None,
+        head_dim: int,
+        num_kv_heads: int,
+        scaling: float,
+        attention_dropout: float,
+        is_causal: bool,
+        is_cross_attention: bool,
+        layer_idx: int,
+    ):
+        super().__init__()
+        self.config = config
+        self.head_dim = head_dim
+        self.num_kv_heads = num_kv_heads
+        self.scaling = scaling
+        self.attention_dropout = attention_dropout
+        self.is_causal = is_causal
+        self.is_cross_attention = is_cross_attention
+        self.layer_idx = layer_idx
+        self.mixture = mixture
+        self.cct = cct
+
+    def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
+        """`[B, T, d]` -> `[B, T, heads, dh]`."""
+        raise NotImplementedError
+
+    def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, S, d]` -> keys and values, each `[B, S, num_kv_heads * dh]`."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        *,
+        encoder_hidden_states: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> AttentionResult:
+        """
+        Args:
+            hidden_states: `[B, T, d]`.
+            attention_mask: what transformers' masking utilities made for the implementation.
+            encoder_hidden_states: `[B, S, d]`, in cross-attention.
+            padding_mask: `[B, past + T]` bool, real tokens of the sequence; None for all.
+            encoder_padding_mask: `[B, S]` bool, the same of `encoder_hidden_states`.
+            past_key_values: the cache, if any.
+            kwargs: handed on to the attention implementation.
+        """
+        mix, record = self.mixture.route(
+            hidden_states, padding_mask, self._gate_history(hidden_states, past_key_values)
+        )
+        source = self._source(hidden_states, encoder_hidden_states, past_key_values)
+        gates = None if self.cct is None else self.cct.gates(hidden_states, source)
+        query = self.project_query(hidden_states, mix).transpose(1, 2)
+        key, value = self._key_value(source, gates, past_key_values)
+        heads = query.shape[1]
+        if self.num_kv_heads == 1 and heads > 1:
+            # stride 0: one set of keys serves every head, whatever the implementation
+            key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        context, attentions = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        context = context.reshape(*hidden_states.shape[:-1], heads, self.head_dim)
+        if gates is not None:
+            context = self.cct.gate_context(context, gates.query, joint=self.num_kv_heads > 1)
+            mask = encoder_padding_mask if self.is_cross_attention else padding_mask
+            record |= self._cct_record(gates, padding_mask, mask, past_key_values)
+        return AttentionResult(context, attentions, mix, record)
+
+    def _gate_history(self, hidden_states: Tensor, past_key_values: Cache | None) -> Tensor | None:
+        """All inputs that a causal MAE gate has seen, `[B, past + T, d]`."""
+        remembers = isinstance(self.mixture, MixtureOfHeads) and self.mixture.is_causal
+        if past_key_values is None or not remembers or self.mixture.gate is None:
+            return None
+        name = "cross_gate_inputs" if self.is_cross_attention else "gate_inputs"
+        return gated_layer(past_key_values, self.layer_idx).append(name, hidden_states)
+
+    def _source(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None,
+        past_key_values: Cache | None,
+    ) -> Tensor | None:
+        """The tokens that keys and values are projected from; None where they are cached."""
+        if not self.is_cross_attention:
+            return hidden_states
+        if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
+            return None
+        return encoder_hidden_states
+
+    def _key_value(
+        self, source: Tensor | None, gates: Any, past_key_values: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, num_kv_heads, S, dh]`, from the projections and the cache."""
+        cache = past_key_values
+        if isinstance(cache, EncoderDecoderCache):
+            cache = (
+                cache.cross_attention_cache if self.is_cross_attention else cache.self_attention_cache
+            )
+        if source is None:
+            layer = cache.layers[self.layer_idx]
+            return layer.keys, layer.values
+        key, value = self.project_key_value(source)
+        if gates is not None:
+            key, value = self.cct.gate_key_value(key, value, gates.kv)
+        key, value = (
+            x.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2) for x in (key, value)
+        )
+        if cache is not None:
+            if gates is not None:
+                gated_layer(cache, self.layer_idx)  # before the plain layer takes the first keys
+            key, value = cache.update(key, value, self.layer_idx)
+            if self.is_cross_attention:
+                past_key_values.is_updated[self.layer_idx] = True
+        return key, value
+
+    def _cct_record(
+        self,
+        gates: Any,
+        padding_mask: Tensor | None,
+        kv_mask: Tensor | None,
+        past_key_values: Cache | None,
+    ) -> dict[str, Tensor]:
+        """Gates of this call and its cost per sequence, used and with all gates open."""
+        dtype = torch.promote_types(gates.query.dtype, torch.float32)
+        query = gates.query.to(dtype)
+        kv = None if gates.kv is None else gates.kv.to(dtype)
+        visible = kv
+        if past_key_values is not None:
+            visible = self._visible_gates(kv, past_key_values)
+        if padding_mask is not None:
+            padding_mask = padding_mask[:, -query.shape[1] :]
+
+        def cost(query: Tensor, kv: Tensor | None, visible: Tensor) -> Tensor:
+            return self.cct.cost.per_sequence(
+                query=query,
+                kv=kv,
+                visible=visible,
+                query_mask=padding_mask,
+                kv_mask=kv_mask,
+                is_causal=self.is_causal,
+            )
+
+        open_kv = None if kv is None else torch.ones_like(kv)
+        return {
+            "query_gate": gates.query,
+            "kv_gate": gates.kv,
+            "used_cost": cost(query, kv, visible),
+            "full_cost": cost(torch.ones_like(query), open_kv, torch.ones_like(visible)),
+        }
+
+    def _visible_gates(self, kv: Tensor | None, past_key_values: Cache) -> Tensor:
+        """Gates of all keys attended to, `[B, S]`, the cached ones included."""
+        if not self.is_cross_attention:
+            return gated_layer(past_key_values, self.layer_idx).append("kv_gates", kv)
+        layer = gated_layer(past_key_values.cross_attention_cache, self.layer_idx)
+        return layer.token_states["kv_gates"] if kv is None else layer.append("kv_gates", kv)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Plain attention: `[B, heads, T, dh]` -> `[B, T, heads, dh]` and `[B, heads, T, S]`."""
+    scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    attentions = nn.functional.softmax(scores, dim=-1)
+    attentions = nn.functional.dropout(attentions, p=dropout, training=module.training)
+    return (attentions @ value).transpose(1, 2).contiguous(), attentions
+
+
+def build_mixture(
+    config, *, hidden_size: int, num_heads: int, head_dim: int, gates_are_causal: bool
+) -> nn.Module:
+    """The mixture that a gating configuration asks for.
+
+    Args:
+        config: a `GatingConfig`.
+        hidden_size, num_heads, head_dim: d, h (k for MoA) and dh.
+        gates_are_causal: MAE gates see no later token.
+    """
+    if config.attention_type == "moa":
+        return MixtureOfAttentionExperts(
+            hidden_size=hidden_size,
+            num_experts=config.attention_experts,
+            num_selected=num_heads,
+            router_type=config.router_type,
+        )
+    if config.attention_type == "mae":
+        return MixtureOfHeads(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_dropped=config.mae_num_dropped_heads,
+            gate_type=config.mae_gate_type,
+            gate_hidden_size=config.mae_gate_hidden_size,
+            gate_dropout=config.mae_gate_dropout,
+            is_causal=gates_are_causal,
+            window=config.mae_gate_window,
+        )
+    return MultiHead(num_heads=num_heads, head_dim=head_dim)

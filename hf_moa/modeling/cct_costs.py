@@ -1,0 +1,108 @@
+"""What CCT's gates cost, and the loss that holds the cost to the budget (Bapna et al. 2020, 3.3).
+
+Costs are multiply-accumulates of what the gates can skip: the layer's real projections and the
+attention over the keys that are visible and not skipped. Control networks, norms, embeddings and
+heads are always computed and stand outside. Padding is never counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Multiply-accumulates of one attention layer.
+
+    Attributes:
+        kv: key and value projections of a token.
+        query: query and output projections of a token.
+        pair: scores and weighted values of one query with one key, over all heads.
+    """
+
+    kv: int
+    query: int
+    pair: int
+
+    @classmethod
+    def of(cls, *, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionCost:
+        return cls(
+            kv=2 * hidden_size * num_kv_heads * head_dim,
+            query=2 * hidden_size * num_heads * head_dim,
+            pair=2 * num_heads * head_dim,
+        )
+
+    def per_sequence(
+        self,
+        *,
+        query: Tensor,
+        kv: Tensor | None,
+        visible: Tensor,
+        query_mask: Tensor | None,
+        kv_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """Cost of each sequence, `[B]`.
+
+        Args:
+            query: `[B, T]`, gates of the queries.
+            kv: `[B, S']`, gates of the keys projected in this call; None where there are none.
+            visible: `[B, S]`, gates of all keys attended to, cached ones included.
+            query_mask, kv_mask: `[B, T]` and `[B, S]` bool, real tokens; None for all.
+            is_causal: query t, the (S - T + t)-th token, sees the keys up to itself.
+        """
+        if query_mask is not None:
+            query = query * query_mask
+        if kv_mask is not None:
+            visible = visible * kv_mask
+            kv = None if kv is None else kv * kv_mask[:, -kv.shape[1] :]
+        length = query.shape[1]
+        if is_causal:
+            keys = visible.cumsum(dim=1)[:, -length:]
+        else:
+            keys = visible.sum(dim=1, keepdim=True)
+        cost = (query * (self.query + self.pair * keys)).sum(dim=1)
+        return cost if kv is None else cost + self.kv * kv.sum(dim=1)
+
+
+def feed_forward_cost(gates: Tensor, mask: Tensor | None, *, part: int) -> Tensor:
+    """Cost of a feed-forward layer for each sequence, `[B]`.
+
+    Args:
+        gates: `[B, T, M]`.
+        mask: `[B, T]` bool, real tokens; None for all.
+        part: multiply-accumulates of one part for one token.
+    """
+    per_token = gates.sum(dim=-1) * part
+    return (per_token if mask is None else per_token * mask).sum(dim=1)
+
+
+def compute_fraction(used: Tensor, full: Tensor) -> Tensor:
+    """`used / full` for each sequence, `[B]`; 1 for a sequence without tokens."""
+    return torch.where(full > 0, used / full.clamp(min=1), 1.0)
+
+
+def budget_loss(used: Tensor, full: Tensor, *, index: Tensor, budgets: list[float]) -> Tensor:
+    """`|C_budget - C_util| / C_budget` (Bapna et al. 2020, eq. 8) for each budget in the batch.
+
+    The sequences that drew the same budget form a group: `C_util` is what the group used,
+    `C_budget` its budget times the group's full cost. Groups are weighted by their share of the
+    sequences.
+
+    Args:
+        used, full: `[B]`, cost of each sequence, with its gates and with all gates open.
+        index: `[B]` int64, the budget of each sequence.
+        budgets: the distinct budgets that `index` points into.
+
+    Returns:
+        A scalar.
+    """
+    member = torch.nn.functional.one_hot(index, len(budgets)).to(used.dtype)  # [B, budgets]
+    group_full = full @ member
+    target = group_full * torch.tensor(budgets, dtype=used.dtype, device=used.device)
+    excess = (used @ member - target).abs() / target.clamp(min=1)
+    share = member.mean(dim=0)
+    return (share * excess * (group_full > 0)).sum()

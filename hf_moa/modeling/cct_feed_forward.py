@@ -1,0 +1,113 @@
+"""CCT's part in a feed-forward layer: M parts, each with its own gate (Bapna et al. 2020, 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .cct import ControlNetwork, make_norm
+from .cct_costs import feed_forward_cost
+
+
+class FeedForwardGate(nn.Module):
+    """Gates of the M parts of a feed-forward layer, and what they cost.
+
+    Args:
+        hidden_size: d.
+        gate_hidden_size: of the control network.
+        num_splits: M.
+        part_cost: multiply-accumulates of one part for one token.
+        starts_open: see `ControlNetwork`.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        gate_hidden_size: int,
+        num_splits: int,
+        part_cost: int,
+        starts_open: bool,
+    ):
+        super().__init__()
+        self.num_splits = num_splits
+        self.part_cost = part_cost
+        self.control = ControlNetwork(
+            hidden_size=hidden_size,
+            gate_hidden_size=gate_hidden_size,
+            num_gates=num_splits,
+            starts_open=starts_open,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """`[B, T, d]` -> gates `[B, T, M]` and the record of gates and costs."""
+        gates = self.control(hidden_states)
+        counted = gates.to(torch.promote_types(gates.dtype, torch.float32))
+        everything = torch.ones_like(counted)
+        return gates, {
+            "ffn_gate": gates,
+            "used_cost": feed_forward_cost(counted, padding_mask, part=self.part_cost),
+            "full_cost": feed_forward_cost(everything, padding_mask, part=self.part_cost),
+        }
+
+    def split(self, activation: Tensor, gates: Tensor) -> Tensor:
+        """Gate the M slices of a hidden activation `[B, T, ff]`.
+
+        `W2 (g * act(W1 x))` is the gated sum of the parts that share the layer's matrices; its bias
+        is not gated. This is the form without extra LayerNorms.
+        """
+        parts = activation.unflatten(-1, (self.num_splits, -1))
+        return (parts * gates.unsqueeze(-1).to(parts.dtype)).flatten(-2)
+
+
+class GatedFeedForward(nn.Module):
+    """`sum_m g_m LN_out_m(F_m(LN_in_m(x)))`, for M parts with parameters of their own.
+
+    Args:
+        parts: the M networks F_m; each maps `(x, padding_mask)` to `(y, record)`.
+        gate: their gates.
+        hidden_size: d.
+        sublayer_norm: whether the LayerNorms are there.
+        norm_eps: of the LayerNorms.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        gate: FeedForwardGate,
+        *,
+        hidden_size: int,
+        sublayer_norm: bool,
+        norm_eps: float,
+    ):
+        super().__init__()
+        self.gate = gate
+        self.parts = nn.ModuleList(parts)
+
+        def norms() -> nn.ModuleList:
+            return nn.ModuleList(
+                make_norm(hidden_size, eps=norm_eps, present=sublayer_norm) for _ in parts
+            )
+
+        self.input_norms = norms()
+        self.output_norms = norms()
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """`[B, T, d]` -> `[B, T, d]` and the record; losses are the mean over the parts."""
+        gates, record = self.gate(hidden_states, padding_mask)
+        output = torch.zeros_like(hidden_states)
+        losses: dict[str, Tensor] = {}
+        modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
+        for m, (part, input_norm, output_norm) in enumerate(modules):
+            y, part_record = part(input_norm(hidden_states), padding_mask)
+            output = output + output_norm(y) * gates[..., m : m + 1].to(y.dtype)
+            for name, loss in part_record.get("losses", {}).items():
+                losses[name] = losses.get(name, 0.0) + loss / len(self.parts)
+        return output, record | {"losses": losses}

@@ -1,0 +1,273 @@
+"""The configuration fields that every gated backbone has, and their rules.
+
+`GatingConfig` is a dataclass mixin: `class MoaBertConfig(GatingConfig, BertConfig)`. It holds what
+the mechanisms need (MAE, MoA, sparse MoE, CCT) and nothing of BERT, GPT-2 or T5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from huggingface_hub.errors import StrictDataclassError
+
+ATTENTION_TYPES = ("mha", "mae", "moa")
+MAE_GATE_TYPES = ("learned", "uniform")
+ROUTER_TYPES = ("topk", "noisy_topk")
+FFN_TYPES = ("dense", "moe")
+CCT_EXECUTIONS = ("auto", "sparse", "dense")
+
+# Outputs that `Trainer` must not collect into predictions.
+GATING_OUTPUT_FIELDS = (
+    "aux_loss",
+    "aux_losses",
+    "compute_fraction",
+    "router_logits",
+    "expert_weights",
+    "cct_gates",
+)
+
+
+@dataclass(kw_only=True)
+class GatingConfig:
+    """Fields shared by `MoaBertConfig`, `MoaGPT2Config` and `MoaT5Config`.
+
+    Args:
+        attention_type (`str`, defaults to `"mha"`):
+            `"mha"` (the plain backbone), `"mae"` (Peng et al. 2020, a mixture of subsets of heads) or
+            `"moa"` (Zhang et al. 2022, k attention heads routed per token).
+        mae_num_dropped_heads (`int`, defaults to 1):
+            Heads that each MAE expert leaves out: t of Peng et al. eq. 5. For 8 heads, 1 is "MAE-7"
+            with 8 experts and 2 is "MAE-6" with 28.
+        mae_gate_type (`str`, defaults to `"learned"`):
+            `"learned"`, or `"uniform"` for UNI-MAE, which has no gate parameters.
+        mae_gate_hidden_size (`int`, defaults to 256): width of the gate's hidden layer.
+        mae_gate_dropout (`float`, defaults to 0.1): dropout on the gate's hidden layer.
+        mae_gate_window (`int` or `None`, defaults to 100):
+            Causal layers: the gate at a position averages this many most recent inputs (`None`: all).
+        num_attention_experts (`int` or `None`, defaults to `None`):
+            N of MoA, at least `num_attention_heads` (k). `None` means 2k.
+        head_dim (`int` or `None`, defaults to `None`):
+            Size of one head. `None` means hidden_size / heads. Free only for `attention_type="moa"`.
+        router_type (`str`, defaults to `"topk"`):
+            Routers of MoA and of the MoE feed-forward layer: `"topk"`, or `"noisy_topk"`
+            (Shazeer et al. 2017, eq. 3-5).
+        router_balance_loss_coef (`float`, defaults to 0.01): weight of `N * sum_i f_i P_i`.
+        router_z_loss_coef (`float`, defaults to 0.001): weight of `mean(logsumexp(logits)^2)`.
+        router_importance_loss_coef (`float`, defaults to 0.0): weight of CV^2 of the summed gates.
+        router_load_loss_coef (`float`, defaults to 0.0):
+            Weight of CV^2 of the smooth expected load; needs `router_type="noisy_topk"`.
+        ffn_type (`str`, defaults to `"dense"`): `"dense"` or `"moe"`.
+        num_ffn_experts (`int`, defaults to 8): feed-forward experts of `ffn_type="moe"`.
+        num_ffn_experts_per_token (`int`, defaults to 2): feed-forward experts active for a token.
+        cct_budgets (`list[float]` or `None`, defaults to `None`):
+            Compute budgets in (0, 1] that training samples from, repeats being sampling weights
+            (Bapna et al. 2020 use `[1, 1, 1, .5, .33, .2]`). `None` switches CCT off.
+        cct_num_ffn_splits (`int`, defaults to 4): parts of the feed-forward layer, each with a gate.
+        cct_gate_hidden_size (`int`, defaults to 128): width of the control networks' hidden layer.
+        cct_noise_max (`float`, defaults to 5.0): final scale of the noise on the gates' logits.
+        cct_budget_loss_coef (`float`, defaults to 1.0): weight of the budget loss.
+        cct_sublayer_norm (`bool`, defaults to `True`):
+            The paper's extra LayerNorms inside the sub-layers. `False` leaves them out, so that a
+            converted pretrained checkpoint starts as the same function.
+        cct_execution (`str`, defaults to `"auto"`):
+            How hard gates are executed in eval: `"sparse"`, `"dense"`, or `"auto"`. All compute the
+            same function.
+        output_router_logits, output_expert_weights, output_cct_gates (`bool`, default to `False`):
+            Return the routers' logits, the MAE gates and the CCT gates with every forward pass.
+
+    Raises:
+        ValueError: a field breaks its rule; the message names the field, the rule and the value.
+    """
+
+    attention_type: str = "mha"
+    mae_num_dropped_heads: int = 1
+    mae_gate_type: str = "learned"
+    mae_gate_hidden_size: int = 256
+    mae_gate_dropout: float = 0.1
+    mae_gate_window: int | None = 100
+    num_attention_experts: int | None = None
+    head_dim: int | None = None
+    router_type: str = "topk"
+    router_balance_loss_coef: float = 0.01
+    router_z_loss_coef: float = 0.001
+    router_importance_loss_coef: float = 0.0
+    router_load_loss_coef: float = 0.0
+    ffn_type: str = "dense"
+    num_ffn_experts: int = 8
+    num_ffn_experts_per_token: int = 2
+    cct_budgets: list | None = None
+    cct_num_ffn_splits: int = 4
+    cct_gate_hidden_size: int = 128
+    cct_noise_max: float = 5.0
+    cct_budget_loss_coef: float = 1.0
+    cct_sublayer_norm: bool = True
+    cct_execution: str = "auto"
+    output_router_logits: bool = False
+    output_expert_weights: bool = False
+    output_cct_gates: bool = False
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", *GATING_OUTPUT_FIELDS]
+
+    def __post_init__(self, **kwargs: Any):
+        super().__post_init__(**kwargs)
+        self.validate_gating()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `@strict` parents raise an error that is not a ValueError; ours always is one.
+        try:
+            super().__setattr__(name, value)
+        except StrictDataclassError as error:
+            raise ValueError(f"{type(self).__name__}.{name}: {error}") from error
+
+    def validate_gating(self) -> None:
+        """Check every gating field. Called at construction and again when a model is built."""
+        _check_choice(self, "attention_type", ATTENTION_TYPES)
+        _check_choice(self, "mae_gate_type", MAE_GATE_TYPES)
+        _check_choice(self, "router_type", ROUTER_TYPES)
+        _check_choice(self, "ffn_type", FFN_TYPES)
+        _check_choice(self, "cct_execution", CCT_EXECUTIONS)
+        for name in (
+            "mae_num_dropped_heads",
+            "mae_gate_hidden_size",
+            "num_ffn_experts",
+            "num_ffn_experts_per_token",
+            "cct_num_ffn_splits",
+            "cct_gate_hidden_size",
+        ):
+            _check_int(self, name, minimum=1)
+        for name in ("mae_gate_window", "num_attention_experts", "head_dim"):
+            if getattr(self, name) is not None:
+                _check_int(self, name, minimum=1)
+        for name in (
+            "router_balance_loss_coef",
+            "router_z_loss_coef",
+            "router_importance_loss_coef",
+            "router_load_loss_coef",
+            "cct_noise_max",
+            "cct_budget_loss_coef",
+        ):
+            _check_number(self, name, minimum=0.0)
+        _check_number(self, "mae_gate_dropout", minimum=0.0, below=1.0)
+        for name in (
+            "cct_sublayer_norm",
+            "output_router_logits",
+            "output_expert_weights",
+            "output_cct_gates",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                _fail(self, name, "must be True or False")
+        self._validate_heads()
+        self._validate_routing()
+        if self.cct_budgets is not None:
+            self.validate_budgets()
+
+    def validate_budgets(self) -> None:
+        """Check `cct_budgets`: a non-empty list of numbers in (0, 1]. (T5 also takes pairs.)"""
+        budgets = self.cct_budgets
+        if not isinstance(budgets, (list, tuple)) or len(budgets) == 0:
+            _fail(self, "cct_budgets", "must be a non-empty list of numbers in (0, 1], or None")
+        for budget in budgets:
+            if not is_budget(budget):
+                _fail(self, "cct_budgets", f"must hold numbers in (0, 1], but holds {budget!r}")
+        if self.ffn_size % self.cct_num_ffn_splits != 0:
+            _fail(self, "cct_num_ffn_splits", f"must divide the feed-forward size {self.ffn_size}")
+
+    def _validate_heads(self) -> None:
+        heads = self.num_attention_heads
+        if self.attention_type == "moa":
+            experts = self.num_attention_experts
+            if experts is not None and experts < heads:
+                _fail(
+                    self,
+                    "num_attention_experts",
+                    f"must be at least num_attention_heads={heads}, the heads active per token",
+                )
+            if self.head_dim is None and self.hidden_size % heads != 0:
+                _fail(
+                    self,
+                    "head_dim",
+                    f"must be given where num_attention_heads={heads} does not divide "
+                    f"hidden_size={self.hidden_size}",
+                )
+            return
+        if self.attention_type == "mae" and self.mae_num_dropped_heads >= heads:
+            _fail(
+                self,
+                "mae_num_dropped_heads",
+                f"must be below num_attention_heads={heads}, so that an expert keeps a head",
+            )
+        self._validate_dense_head_dim()
+
+    def _validate_dense_head_dim(self) -> None:
+        """`head_dim` of plain multi-head attention. (T5, where it is free, overrides this.)"""
+        heads = self.num_attention_heads
+        if self.hidden_size % heads != 0:
+            _fail(self, "num_attention_heads", f"must divide hidden_size={self.hidden_size}")
+        if self.head_dim is not None and self.head_dim * heads != self.hidden_size:
+            _fail(
+                self,
+                "head_dim",
+                f"must be hidden_size / num_attention_heads = {self.hidden_size // heads} (or None) "
+                f"for attention_type={self.attention_type!r}; it is free for 'moa'",
+            )
+
+    def _validate_routing(self) -> None:
+        if self.router_load_loss_coef > 0 and self.router_type != "noisy_topk":
+            _fail(
+                self,
+                "router_load_loss_coef",
+                "must be 0 unless router_type='noisy_topk': the load is smoothed by the noise",
+            )
+        if self.ffn_type == "moe" and self.num_ffn_experts_per_token > self.num_ffn_experts:
+            _fail(
+                self,
+                "num_ffn_experts_per_token",
+                f"must be at most num_ffn_experts={self.num_ffn_experts}",
+            )
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the feed-forward layer, whatever the backbone calls it."""
+        return self.intermediate_size
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_experts(self) -> int:
+        """N of MoA: `num_attention_experts`, or twice the active heads."""
+        return self.num_attention_experts or 2 * self.num_attention_heads
+
+    @property
+    def has_cct(self) -> bool:
+        return self.cct_budgets is not None
+
+
+def is_budget(value: Any) -> bool:
+    """Whether `value` is a compute budget: a number in (0, 1]."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < float(value) <= 1
+
+
+def _fail(config: Any, name: str, rule: str) -> None:
+    raise ValueError(f"{type(config).__name__}.{name} {rule} (got {getattr(config, name)!r}).")
+
+
+def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:
+    if getattr(config, name) not in choices:
+        _fail(config, name, f"must be one of {', '.join(map(repr, choices))}")
+
+
+def _check_int(config: Any, name: str, *, minimum: int) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        _fail(config, name, f"must be an integer of at least {minimum}")
+
+
+def _check_number(config: Any, name: str, *, minimum: float, below: float = float("inf")) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not minimum <= value < below:
+        upper = "" if below == float("inf") else f" and below {below}"
+        _fail(config, name, f"must be a finite number of at least {minimum}{upper}")

@@ -1,0 +1,39 @@
+"""`MoaBertConfig`: BERT's configuration with the gating fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import BertConfig
+
+from .configuration_gating import GatingConfig
+
+
+class MoaBertConfig(GatingConfig, BertConfig):
+    """Configuration of the gated BERT family.
+
+    Every field of `transformers.BertConfig` keeps its name, meaning and default; the gating fields
+    are those of `GatingConfig`. With the defaults (`attention_type="mha"`, CCT off) the model is
+    transformers' own BERT, with the same state-dict keys.
+
+    Args:
+        pre_norm (`bool`, defaults to `False`):
+            Normalise the input of each sub-layer instead of its output, and the encoder's output
+            once (the layout of the CCT paper). `False` is BERT's post-LN.
+
+    Raises:
+        ValueError: a field breaks its rule; the message names the field, the rule and the value.
+
+    Example:
+        >>> from hf_moa import MoaBertConfig
+        >>> config = MoaBertConfig(attention_type="moa", num_attention_experts=24)
+    """
+
+    model_type = "moa_bert"
+
+    pre_norm: bool = False
+
+    def __post_init__(self, **kwargs: Any):
+        super().__post_init__(**kwargs)
+        if not isinstance(self.pre_norm, bool):
+            raise ValueError(f"MoaBertConfig.pre_norm must be True or False (got {self.pre_norm!r}).")

@@ -1,0 +1,65 @@
+"""Batch normalisation of gate inputs: masked, safe at batch size 1, exact under checkpointing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class GateBatchNorm(nn.BatchNorm1d):
+    """`nn.BatchNorm1d` over the last dimension, whose batch statistics leave padding out.
+
+    It differs from its parent where a gate needs it to:
+
+    - `valid` says which vectors count towards the batch statistics.
+    - One valid vector has no variance: then the running statistics normalise, and stay.
+    - Parameters and statistics are created, and computed with, in float32 at least: in a model
+      that is loaded in half precision they stay float32.
+    - A forward that gradient checkpointing recomputes during backward does not move the running
+      statistics a second time.
+
+    Shapes: `x` `[..., d]`, `valid` `[...]` bool or None -> `[..., d]`, float32 at least.
+    """
+
+    def __init__(self, num_features: int):
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        super().__init__(num_features, dtype=dtype)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x = x.to(dtype)
+        mean, var = self.running_mean.to(dtype), self.running_var.to(dtype)
+        if self.training:
+            mean, var = self._batch_statistics(x, valid, mean, var)
+        scale = self.weight.to(dtype) * torch.rsqrt(var + self.eps)
+        return (x - mean) * scale + self.bias.to(dtype)
+
+    def _batch_statistics(
+        self, x: Tensor, valid: Tensor | None, running_mean: Tensor, running_var: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows = x.flatten(0, -2)
+        weight = rows.new_ones(len(rows), 1)
+        if valid is not None:
+            weight = valid.flatten().unsqueeze(-1).to(x.dtype)
+        count = weight.sum()
+        mean = (rows * weight).sum(dim=0) / count.clamp(min=1)
+        var = ((rows - mean).square() * weight).sum(dim=0) / count.clamp(min=1)
+        enough = count > 1
+        if not _is_recomputing():
+            self._update_running_statistics(mean, var, count, enough)
+        return torch.where(enough, mean, running_mean), torch.where(enough, var, running_var)
+
+    @torch.no_grad()
+    def _update_running_statistics(
+        self, mean: Tensor, var: Tensor, count: Tensor, enough: Tensor
+    ) -> None:
+        momentum = torch.where(enough, self.momentum, 0.0)
+        unbiased = var * count / (count - 1).clamp(min=1)
+        self.running_mean.lerp_(mean.to(self.running_mean), momentum.to(self.running_mean))
+        self.running_var.lerp_(unbiased.to(self.running_var), momentum.to(self.running_var))
+        self.num_batches_tracked.add_(enough.to(self.num_batches_tracked.dtype))
+
+
+def _is_recomputing() -> bool:
+    """Whether this forward runs inside a backward pass, as a checkpointed layer's second does."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,56 @@
+"""The G step of MAE's block coordinate descent: a forward in which only the gates can learn.
+
+The parameters of everything else stand in the graph detached, so that their gradients are neither
+computed nor stored, while `requires_grad` keeps its value (DDP and PEFT rely on it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+
+from torch import Tensor, nn
+
+from .mae import MaeGate
+
+
+def only_gates_learn_in_gate_phase(forward: Callable) -> Callable:
+    """Decorate the `forward` of a module that has a `mae_phase`.
+
+    Models and their checkpointed layers both carry it: what gradient checkpointing recomputes during
+    backward then has the same graph as the first forward.
+    """
+
+    @wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        if self.mae_phase != "gate" or not self.training:
+            return forward(self, *args, **kwargs)
+        with detached_parameters(self):
+            return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+@contextmanager
+def detached_parameters(module: nn.Module) -> Iterator[None]:
+    """Replace every parameter outside `MaeGate`s by its detached self, for the duration."""
+    replaced: list[tuple[nn.Module, str, Tensor]] = []
+    try:
+        for owner in _modules_outside_gates(module):
+            for name, parameter in owner._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    replaced.append((owner, name, parameter))
+                    owner._parameters[name] = parameter.detach()
+        yield
+    finally:
+        for owner, name, parameter in replaced:
+            owner._parameters[name] = parameter
+
+
+def _modules_outside_gates(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, MaeGate):
+        return
+    yield module
+    for child in module.children():
+        yield from _modules_outside_gates(child)

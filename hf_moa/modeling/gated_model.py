@@ -1,0 +1,177 @@
+"""`GatedModel`: what every gated `PreTrainedModel` has beside its backbone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .cct import OPEN_GATE_LOGIT, BudgetControl, ControlNetwork
+from .expert_linear import ExpertInput, ExpertOutput
+from .mae import EXPERT_SELECTIONS, MAE_PHASES, MaeGate, MixtureOfHeads
+from .moe import FeedForwardExperts
+
+
+class GatedModel:
+    """Mixin for the `PreTrainedModel` subclasses of a gated backbone; put it first.
+
+    It validates the configuration, initialises the gates, and holds the switches that rule them at
+    run time. None of the switches is part of a checkpoint.
+    """
+
+    mae_phase = "mixture"
+    # Statistics of a few vectors per batch: too coarse in half precision.
+    _keep_in_fp32_modules_strict = ("mixture.gate.norm",)
+
+    def __init__(self, config, *args, **kwargs):
+        config.validate_gating()
+        super().__init__(config, *args, **kwargs)
+
+    def set_mae_phase(self, phase: str) -> None:
+        """Choose what a training step of an MAE model does (Peng et al. 2020, algorithm 1).
+
+        Args:
+            phase: `"mixture"` (all experts weighted by the gate; joint training), `"gate"` (the G
+                step: the mixture, and only gates receive gradients) or `"expert"` (the F step: one
+                expert drawn from the gate's distribution, and gates receive none). Eval always
+                computes the mixture.
+
+        Raises:
+            ValueError: unknown phase; no MAE attention in the model; `"gate"` with uniform gates.
+        """
+        if phase not in MAE_PHASES:
+            raise ValueError(f"phase must be one of {', '.join(map(repr, MAE_PHASES))} (got {phase!r}).")
+        mixtures = self._mae_mixtures("set_mae_phase")
+        if phase == "gate" and any(mixture.gate is None for mixture in mixtures):
+            raise ValueError(
+                "phase 'gate' needs learned gates, but mae_gate_type='uniform' has none to train."
+            )
+        for mixture in mixtures:
+            mixture.phase = phase
+        for module in self.modules():
+            if hasattr(type(module), "mae_phase"):
+                module.mae_phase = phase
+
+    def set_expert_selection(self, selection: str | None) -> None:
+        """Evaluate an MAE model with one expert per layer (Peng et al. 2020, table 5).
+
+        Args:
+            selection: `"argmax"` (the expert with the largest gate), `"random"` (one drawn
+                uniformly), each per sequence, or per position where causal; None for the mixture.
+
+        Raises:
+            ValueError: unknown selection; no MAE attention in the model.
+        """
+        if selection not in EXPERT_SELECTIONS:
+            raise ValueError(f"selection must be 'argmax', 'random' or None (got {selection!r}).")
+        for mixture in self._mae_mixtures("set_expert_selection"):
+            mixture.selection = selection
+
+    def set_budget(self, budget: float | None) -> None:
+        """Use this compute budget wherever a call names none; None goes back to the default.
+
+        Raises:
+            ValueError: the model has no CCT, or the budget is not in its list.
+        """
+        for control in self._budget_controls("set_budget"):
+            control.choose(budget)
+
+    def set_cct_noise_scale(self, scale: float) -> None:
+        """Set alpha, the scale of the noise on CCT's gates in training (Bapna et al. 2020, eq. 3).
+
+        Raises:
+            ValueError: the model has no CCT, or the scale is negative or not finite.
+        """
+        if not 0 <= scale < float("inf"):
+            raise ValueError(f"scale must be a finite number of at least 0 (got {scale!r}).")
+        self._budget_controls("set_cct_noise_scale")
+        for module in self.modules():
+            if isinstance(module, ControlNetwork):
+                module.noise_scale.fill_(scale)
+
+    def _mae_mixtures(self, caller: str) -> list[MixtureOfHeads]:
+        mixtures = [module for module in self.modules() if isinstance(module, MixtureOfHeads)]
+        if not mixtures:
+            raise ValueError(
+                f"{caller} needs attention_type='mae' (this model has "
+                f"attention_type={self.config.attention_type!r})."
+            )
+        return mixtures
+
+    def _budget_controls(self, caller: str) -> list[BudgetControl]:
+        controls = [module for module in self.modules() if isinstance(module, BudgetControl)]
+        if not controls:
+            raise ValueError(f"{caller} needs a model with CCT; set cct_budgets in its config.")
+        return controls
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise as the backbone does; then what gates need otherwise.
+
+        Only `transformers.initialization` functions are used: they leave loaded weights alone.
+        """
+        super()._init_weights(module)
+        std = self._init_std()
+        if isinstance(module, MaeGate):
+            init.zeros_(module.out.weight)
+            init.zeros_(module.out.bias)
+        elif isinstance(module, MixtureOfHeads):
+            module.reset_buffers()
+        elif isinstance(module, (ExpertInput, ExpertOutput)):
+            init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, FeedForwardExperts):
+            init.normal_(module.up_proj, std=std)
+            init.normal_(module.down_proj, std=std)
+            init.zeros_(module.up_proj_bias)
+            init.zeros_(module.down_proj_bias)
+        elif isinstance(module, ControlNetwork):
+            init.zeros_(module.noise_scale)
+            if module.starts_open:
+                init.zeros_(module.out.weight)
+                init.constant_(module.out.bias, OPEN_GATE_LOGIT)
+        elif isinstance(module, BudgetControl) and module.symbols_start_at_zero:
+            init.zeros_(module.control_symbols.weight)
+
+    def _init_std(self) -> float:
+        """Standard deviation of the backbone's linear layers."""
+        return self.config.initializer_range
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # transformers skips modules without direct parameters in classes from outside its tree,
+        # and with them every container that `_init_weights` fills from above.
+        super()._initialize_weights(module, False)
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # transformers looks for its interface in the class's own source file; ours is in attention.py
+        return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    def _requested_gating(self, kwargs: dict[str, Any]) -> dict[str, bool]:
+        """Which gating outputs to return: `output_<field>` of the call, else of the config."""
+        requested = {}
+        for name in ("router_logits", "expert_weights", "cct_gates"):
+            asked = kwargs.pop(f"output_{name}", None)
+            requested[name] = getattr(self.config, f"output_{name}") if asked is None else asked
+        return requested
+
+    def _with_aux_loss(self, loss: Tensor | None, outputs: Any, share: Any = 1.0) -> Tensor | None:
+        """In training, a task's loss plus the auxiliary terms.
+
+        Args:
+            loss: the task's loss, or None without labels.
+            outputs: of the base model.
+            share: what part of the accumulated batch this call is, where the task's loss is
+                weighted so.
+        """
+        aux_loss = outputs.get("aux_loss")
+        if loss is None or aux_loss is None or not self.training:
+            return loss
+        return loss + aux_loss * share

@@ -1,0 +1,51 @@
+"""MoA: a mixture of attention heads, k of N per token (Zhang et al. 2022, "Mixture of Attention
+Heads: Selecting Attention Heads Per Token").
+
+Each expert i has its own query and output projection; all share one key and one value projection:
+
+    y_t = sum_{i in G(t)} w_i softmax(x_t Wq_i K^T / sqrt(dh)) V Wo_i        (eq. 3-4)
+
+The router decides G and w (`routing.py`); the projections are `ExpertInput` and `ExpertOutput`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .routing import ROUTERS, Routing
+
+
+class MixtureOfAttentionExperts(nn.Module):
+    """The MoA mixture of one attention layer: which experts a token uses, with what weight.
+
+    Args:
+        hidden_size: d.
+        num_experts, num_selected: N and k.
+        router_type: "topk" or "noisy_topk".
+    """
+
+    def __init__(self, *, hidden_size: int, num_experts: int, num_selected: int, router_type: str):
+        super().__init__()
+        self.router = ROUTERS[router_type](
+            hidden_size=hidden_size,
+            num_experts=num_experts,
+            num_selected=num_selected,
+            detach_normalizer=True,
+        )
+
+    def route(
+        self, hidden_states: Tensor, padding_mask: Tensor | None, history: Tensor | None = None
+    ) -> tuple[Routing, dict]:
+        """The routing of `[B, T, d]`, and the record `{"router_logits": [B, T, N], "losses"}`."""
+        if padding_mask is not None:
+            padding_mask = padding_mask[:, -hidden_states.shape[1] :]
+        routing = self.router(hidden_states, padding_mask)
+        return routing, {"router_logits": routing.logits, "losses": routing.losses}
+
+    def query(self, linear: nn.Module, hidden_states: Tensor, mix: Routing) -> Tensor:
+        """`[B, T, d]` -> `[B, T, k, dh]`."""
+        return linear(hidden_states, mix.index)
+
+    def output(self, linear: nn.Module, context: Tensor, mix: Routing) -> Tensor:
+        """`[B, T, k, dh]` -> `[B, T, d]`."""
+        return linear(context, mix.index, mix.weight)

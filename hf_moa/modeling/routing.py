@@ -1,0 +1,110 @@
+"""Routers: which k of N experts a token uses, and with what weight.
+
+`TopKRouter` is the router of MoA (Zhang et al. 2022, eq. 5-6); `NoisyTopKRouter` adds the trainable
+noise of Shazeer et al. 2017 (eq. 3-5). Both serve attention experts and feed-forward experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .router_losses import importance_loss, load_balance_loss, load_loss, smooth_load, z_loss
+
+
+class Routing(NamedTuple):
+    """What a router decided for every token.
+
+    Attributes:
+        index: `[B, T, k]` int64, the chosen experts, best first.
+        weight: `[B, T, k]`, their weights, which sum to 1 over k.
+        logits: `[B, T, N]`, the logits that were ranked (with noise where it was drawn).
+        losses: scalar auxiliary terms, not yet multiplied by their coefficients.
+    """
+
+    index: Tensor
+    weight: Tensor
+    logits: Tensor
+    losses: dict[str, Tensor]
+
+
+class TopKRouter(nn.Module):
+    """Rank N experts for each token and keep the best k.
+
+    With `p = softmax(x Wg)` and G the top k of p, the weight of expert i in G is
+    `p_i / sum_{j in G} p_j` (Zhang et al. 2022, eq. 5-6).
+
+    Args:
+        hidden_size: d.
+        num_experts: N.
+        num_selected: k, at most N.
+        detach_normalizer: keep the gradient of the weights' normaliser out, as MoA does. `False`
+            is a softmax over the kept logits (Shazeer et al. 2017, eq. 3).
+
+    Shapes: `hidden_states` `[B, T, d]`, `padding_mask` `[B, T]` bool or None -> `Routing`.
+    """
+
+    def __init__(
+        self, *, hidden_size: int, num_experts: int, num_selected: int, detach_normalizer: bool
+    ):
+        super().__init__()
+        self.num_experts = num_experts
+        self.num_selected = num_selected
+        self.detach_normalizer = detach_normalizer
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False)
+
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Routing:
+        logits = _at_least_float32(self.gate(hidden_states))
+        return self.select(logits, padding_mask)
+
+    def select(self, logits: Tensor, padding_mask: Tensor | None) -> Routing:
+        """Keep the k best of `logits` `[B, T, N]`."""
+        probabilities = logits.softmax(dim=-1)
+        top, index = probabilities.topk(self.num_selected, dim=-1)
+        normalizer = top.sum(dim=-1, keepdim=True)
+        weight = top / (normalizer.detach() if self.detach_normalizer else normalizer)
+        losses = {
+            "router_balance_loss": load_balance_loss(probabilities, index, mask=padding_mask),
+            "router_z_loss": z_loss(logits, mask=padding_mask),
+            "router_importance_loss": importance_loss(
+                weight, index, num_experts=self.num_experts, mask=padding_mask
+            ),
+        }
+        return Routing(index, weight, logits, losses)
+
+
+class NoisyTopKRouter(TopKRouter):
+    """`TopKRouter` on noisy logits (Shazeer et al. 2017, eq. 4).
+
+    `H(x) = x Wg + N(0, 1) * softplus(x Wnoise)` in training; in eval the noise is left out.
+    """
+
+    def __init__(
+        self, *, hidden_size: int, num_experts: int, num_selected: int, detach_normalizer: bool
+    ):
+        super().__init__(
+            hidden_size=hidden_size,
+            num_experts=num_experts,
+            num_selected=num_selected,
+            detach_normalizer=detach_normalizer,
+        )
+        self.noise = nn.Linear(hidden_size, num_experts, bias=False)
+
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Routing:
+        clean = _at_least_float32(self.gate(hidden_states))
+        scale = nn.functional.softplus(_at_least_float32(self.noise(hidden_states)))
+        noisy = clean + torch.randn_like(clean) * scale if self.training else clean
+        routing = self.select(noisy, padding_mask)
+        load = smooth_load(clean, noisy, scale, num_selected=self.num_selected)
+        routing.losses["router_load_loss"] = load_loss(load, mask=padding_mask)
+        return routing
+
+
+ROUTERS = {"topk": TopKRouter, "noisy_topk": NoisyTopKRouter}
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Routing decisions are taken in float32 (float64 stays), whatever the model's dtype."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

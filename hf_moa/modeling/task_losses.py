@@ -1,0 +1,33 @@
+"""Task losses of the heads that transformers' own functions do not give as we need them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+IGNORE_INDEX = -100
+
+
+def token_loss(logits: Tensor, labels: Tensor, *, num_items_in_batch=None) -> Tensor:
+    """Cross-entropy over the labelled tokens, in float32 at least.
+
+    Args:
+        logits: `[B, T, classes]`.
+        labels: `[B, T]` int64; -100 is ignored.
+        num_items_in_batch: labelled tokens of the whole accumulated batch. With it the loss is this
+            call's part of that batch's mean; without it, the mean over this call.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    labels = labels.flatten().to(logits.device)
+    if num_items_in_batch is None:
+        return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
+    total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+def token_share(labels: Tensor | None, num_items_in_batch=None) -> Tensor | float:
+    """What part of the accumulated batch's labelled tokens this call holds; 1 without accumulation."""
+    if labels is None or num_items_in_batch is None:
+        return 1.0
+    local = (labels != IGNORE_INDEX).sum()
+    return local / torch.as_tensor(num_items_in_batch, device=local.device)
