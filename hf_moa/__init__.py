@@ -1,0 +1,48 @@
+"""Gated Transformers: mixtures of attention heads, sparse experts and compute budgets.
+
+Importing the package registers its classes with transformers' `AutoConfig` and `AutoModel*`.
+"""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from .modeling.configuration_moa_bert import MoaBertConfig
+from .modeling.modeling_moa_bert import (
+    MoaBertForMaskedLM,
+    MoaBertForMultipleChoice,
+    MoaBertForQuestionAnswering,
+    MoaBertForSequenceClassification,
+    MoaBertForTokenClassification,
+    MoaBertModel,
+    MoaBertPreTrainedModel,
+)
+from .upcycle import upcycle
+
+__version__ = "0.1.0"
+
+AutoConfig.register("moa_bert", MoaBertConfig)
+AutoModel.register(MoaBertConfig, MoaBertModel)
+AutoModelForMaskedLM.register(MoaBertConfig, MoaBertForMaskedLM)
+AutoModelForMultipleChoice.register(MoaBertConfig, MoaBertForMultipleChoice)
+AutoModelForQuestionAnswering.register(MoaBertConfig, MoaBertForQuestionAnswering)
+AutoModelForSequenceClassification.register(MoaBertConfig, MoaBertForSequenceClassification)
+AutoModelForTokenClassification.register(MoaBertConfig, MoaBertForTokenClassification)
+
+__all__ = [
+    "MoaBertConfig",
+    "MoaBertForMaskedLM",
+    "MoaBertForMultipleChoice",
+    "MoaBertForQuestionAnswering",
+    "MoaBertForSequenceClassification",
+    "MoaBertForTokenClassification",
+    "MoaBertModel",
+    "MoaBertPreTrainedModel",
+    "upcycle",
+]

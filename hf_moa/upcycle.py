@@ -1,0 +1,233 @@
+"""Turn a pretrained model into a gated one that starts from its weights.
+
+from hf_moa import upcycle
+model = upcycle("google-bert/bert-base-uncased", attention_type="mae")
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from .modeling import modeling_moa_bert as moa_bert
+from .modeling.configuration_gating import GatingConfig
+from .modeling.configuration_moa_bert import MoaBertConfig
+from .upcycle_bert import convert_bert
+
+_BERT_CLASSES = {
+    "BertModel": moa_bert.MoaBertModel,
+    "BertForMaskedLM": moa_bert.MoaBertForMaskedLM,
+    "BertForSequenceClassification": moa_bert.MoaBertForSequenceClassification,
+    "BertForTokenClassification": moa_bert.MoaBertForTokenClassification,
+    "BertForQuestionAnswering": moa_bert.MoaBertForQuestionAnswering,
+    "BertForMultipleChoice": moa_bert.MoaBertForMultipleChoice,
+}
+# Pretraining checkpoints hold a masked language model; their next-sentence head has no use here.
+_ALIASES = {"BertForPreTraining": "BertForMaskedLM"}
+TASKS = {
+    "feature-extraction": "BertModel",
+    "fill-mask": "BertForMaskedLM",
+    "text-classification": "BertForSequenceClassification",
+    "token-classification": "BertForTokenClassification",
+    "question-answering": "BertForQuestionAnswering",
+    "multiple-choice": "BertForMultipleChoice",
+}
+
+
+def upcycle(
+    model_or_path: PreTrainedModel | str | os.PathLike,
+    attention_type: str = "mha",
+    *,
+    task: str | None = None,
+    model_class: type[PreTrainedModel] | str | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **config_fields: Any,
+) -> PreTrainedModel:
+    """The gated model of the same task class, with the source's weights.
+
+    What the result computes, before any training:
+
+    - `attention_type="mha"` and `"mae"` (any number of dropped heads): what the source computes. MAE
+      gates start uniform.
+    - with `cct_budgets`: what the source computes, at every budget in eval (all gates open, control
+      symbols zero) and close to it in training. The paper's extra LayerNorms stay out
+      (`cct_sublayer_norm=False`).
+    - `ffn_type="moe"`: what the source computes; every expert starts as a copy of its feed-forward
+      layer (Komatsuzaki et al. 2023, "Sparse Upcycling").
+    - `attention_type="moa"`: something else. **It needs further training.** Expert i starts from
+      head `i % h` (its Wq, and its Wo times k, since MoA's weights sum to 1), and the one key and
+      value projection is the mean over the source's heads. k is the source's number of heads, N is
+      2k unless `num_attention_experts` says otherwise, and routers start random.
+
+    Args:
+        model_or_path: a BERT model (or a gated model with plain multi-head attention and CCT off),
+            or the directory or Hub id of one.
+        attention_type: "mha", "mae" or "moa".
+        task: for a path, the head to load: "feature-extraction", "fill-mask",
+            "text-classification", "token-classification", "question-answering" or
+            "multiple-choice". A head that the checkpoint lacks starts random. Default: the class
+            that the checkpoint names in `architectures`.
+        model_class: the same as a class or class name, `MoaBertForMaskedLM` or `BertForMaskedLM`.
+        load_kwargs: for a path, arguments of `from_pretrained` (`revision`, `dtype`, `num_labels`).
+        config_fields: fields of the gated configuration, such as `num_attention_experts`.
+
+    Returns:
+        A model in eval mode, on the source's device, in its dtype. It shares no memory with it.
+
+    Raises:
+        ValueError: an unknown field, task or class; a source of another kind; a field that would
+            change what the source computes (`pre_norm`, `cct_sublayer_norm=True`, sizes).
+    """
+    if isinstance(model_or_path, PreTrainedModel):
+        if task is not None or model_class is not None or load_kwargs:
+            raise ValueError(
+                "task, model_class and load_kwargs choose how a path is loaded; with a model "
+                f"({type(model_or_path).__name__}) leave them out."
+            )
+        source = model_or_path
+    else:
+        source = _load(model_or_path, task, model_class, load_kwargs or {})
+    target_class = _BERT_CLASSES[_plain_name(type(source).__name__)]
+    config = _target_config(source.config, attention_type, config_fields)
+    state = {name: tensor.detach().clone() for name, tensor in source.state_dict().items()}
+    return _build(target_class, config, convert_bert(state, source.config, config), source)
+
+
+def _load(
+    path: str | os.PathLike,
+    task: str | None,
+    model_class: type[PreTrainedModel] | str | None,
+    load_kwargs: dict[str, Any],
+) -> PreTrainedModel:
+    if task is not None and model_class is not None:
+        raise ValueError(f"Give task or model_class, not both (got {task!r}, {model_class!r}).")
+    hub = {
+        name: load_kwargs[name]
+        for name in ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+        if name in load_kwargs
+    }
+    config = AutoConfig.from_pretrained(path, **hub)
+    _check_family(config)
+    if task is not None:
+        if task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)} (got {task!r}).")
+        name = TASKS[task]
+    elif model_class is not None:
+        name = model_class if isinstance(model_class, str) else model_class.__name__
+    elif config.architectures:
+        name = config.architectures[0]
+    else:
+        raise ValueError(
+            f"The config of {path} names no class in `architectures`: give task= or model_class=."
+        )
+    name = _plain_name(name)
+    is_gated = isinstance(config, GatingConfig)
+    source_class = _BERT_CLASSES[name] if is_gated else getattr(transformers, name)
+    return source_class.from_pretrained(path, **load_kwargs)
+
+
+def _plain_name(name: str) -> str:
+    """`MoaBertForMaskedLM` or `BertForPreTraining` -> `BertForMaskedLM`."""
+    plain = name.removeprefix("Moa")
+    plain = _ALIASES.get(plain, plain)
+    if plain not in _BERT_CLASSES:
+        raise ValueError(
+            f"There is no gated class for {name!r}; there is one for {', '.join(_BERT_CLASSES)}. "
+            "For a path, choose one with task= or model_class=."
+        )
+    return plain
+
+
+def _check_family(config: PreTrainedConfig) -> None:
+    if config.model_type not in ("bert", "moa_bert"):
+        raise ValueError(f"upcycle takes models of type 'bert' (got {config.model_type!r}).")
+    if isinstance(config, GatingConfig) and (
+        config.attention_type != "mha" or config.has_cct or config.ffn_type != "dense"
+    ):
+        raise ValueError(
+            "upcycle takes a plain source: attention_type='mha', ffn_type='dense' and no "
+            f"cct_budgets (got attention_type={config.attention_type!r}, "
+            f"ffn_type={config.ffn_type!r}, cct_budgets={config.cct_budgets!r})."
+        )
+
+
+def _target_config(
+    source: PreTrainedConfig, attention_type: str, config_fields: dict[str, Any]
+) -> MoaBertConfig:
+    _check_family(source)
+    gating = {field.name for field in fields(GatingConfig)}
+    allowed = gating | {"num_attention_heads", "pre_norm"}
+    unknown = sorted(set(config_fields) - allowed)
+    if unknown:
+        raise ValueError(
+            f"upcycle got fields that are no gating fields: {', '.join(unknown)}. "
+            f"There are {', '.join(sorted(allowed))}."
+        )
+    inherited = source.to_dict()
+    for name in ("model_type", "architectures", "auto_map", "transformers_version"):
+        inherited.pop(name, None)
+    if config_fields.get("cct_sublayer_norm"):
+        raise ValueError(
+            "cct_sublayer_norm must be False in upcycle: the extra LayerNorms would change what the "
+            "source computes (got True)."
+        )
+    config_fields = {"cct_sublayer_norm": False} | config_fields
+    config = MoaBertConfig(**inherited | {"attention_type": attention_type} | config_fields)
+    if config.pre_norm != inherited.get("pre_norm", False):
+        raise ValueError(
+            "pre_norm must stay as the source has it: moving the LayerNorms would change what it "
+            f"computes (got {config.pre_norm!r})."
+        )
+    head_dim = source.hidden_size // source.num_attention_heads
+    if config.attention_head_dim != head_dim:
+        raise ValueError(
+            f"head_dim must be the source's, {head_dim}, whose heads the experts start from (got "
+            f"{config.attention_head_dim!r}). With another num_attention_heads, give "
+            f"head_dim={head_dim}."
+        )
+    config.name_or_path = source.name_or_path
+    return config
+
+
+def _build(
+    target_class: type[PreTrainedModel],
+    config: MoaBertConfig,
+    state: dict[str, Tensor],
+    source: PreTrainedModel,
+) -> PreTrainedModel:
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # the new gates are no news here
+    logging.disable_progress_bar()
+    try:
+        model, report = target_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=source.dtype,
+            attn_implementation=source.config._attn_implementation,
+            output_loading_info=True,
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+    new = [name for name in report["missing_keys"] if not _is_gate(name)]
+    if new or report["unexpected_keys"] or report["mismatched_keys"]:
+        raise ValueError(
+            f"The weights of {type(source).__name__} do not fit {target_class.__name__}: missing "
+            f"{new}, unexpected {list(report['unexpected_keys'])}, of other shape "
+            f"{list(report['mismatched_keys'])}."
+        )
+    return model.to(source.device).eval()
+
+
+def _is_gate(name: str) -> bool:
+    """Whether a parameter belongs to what the source cannot have: MAE gates, routers, CCT."""
+    parts = name.split(".")
+    return any(part in parts for part in ("gate", "router", "cct", "control", "feed_forward_gate"))
