@@ -155,8 +155,7 @@ class GatingConfig:
             "output_expert_weights",
             "output_cct_gates",
         ):
-            if not isinstance(getattr(self, name), bool):
-                _fail(self, name, "must be True or False")
+            check_bool(self, name)
         self._validate_heads()
         self._validate_routing()
         if self.cct_budgets is not None:
@@ -249,6 +248,12 @@ class GatingConfig:
 def is_budget(value: Any) -> bool:
     """Whether `value` is a compute budget: a number in (0, 1]."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < float(value) <= 1
+
+
+def check_bool(config: Any, name: str) -> None:
+    """Raise a ValueError unless the field is a bool."""
+    if not isinstance(getattr(config, name), bool):
+        _fail(config, name, "must be True or False")
 
 
 def _fail(config: Any, name: str, rule: str) -> None:

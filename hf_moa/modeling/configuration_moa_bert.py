@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import BertConfig
 
-from .configuration_gating import GatingConfig
+from .configuration_gating import GatingConfig, check_bool
 
 
 class MoaBertConfig(GatingConfig, BertConfig):
@@ -33,7 +31,6 @@ class MoaBertConfig(GatingConfig, BertConfig):
 
     pre_norm: bool = False
 
-    def __post_init__(self, **kwargs: Any):
-        super().__post_init__(**kwargs)
-        if not isinstance(self.pre_norm, bool):
-            raise ValueError(f"MoaBertConfig.pre_norm must be True or False (got {self.pre_norm!r}).")
+    def validate_gating(self) -> None:
+        super().validate_gating()
+        check_bool(self, "pre_norm")

@@ -219,13 +219,11 @@ class MoaBertLayer(GradientCheckpointingLayer):
             update = self.output.dense(activation)
         else:
             record = {}
-            update = apply_chunking_to_forward(
-                lambda chunk: self.output.dense(self.intermediate(chunk)),
-                self.chunk_size_feed_forward,
-                1,
-                x,
-            )
+            update = apply_chunking_to_forward(self._dense, self.chunk_size_feed_forward, 1, x)
         return self.output.after(update, hidden_states), record
+
+    def _dense(self, hidden_states: Tensor) -> Tensor:
+        return self.output.dense(self.intermediate(hidden_states))
 
 
 class MoaBertEncoder(nn.Module):
