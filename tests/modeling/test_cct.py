@@ -1,0 +1,306 @@
+"""CCT (Bapna et al. 2020): gates, execution, costs, budgets and the budget loss."""
+
+import pytest
+import torch
+from common import (
+    assert_same_with_gradients,
+    batch,
+    hidden,
+    randomize,
+    tiny_config,
+)
+from references import cct_attention, control, layer_norm
+from test_mae import run
+
+from hf_moa import MoaBertForSequenceClassification, MoaBertModel
+from hf_moa.modeling.cct import BudgetControl, ControlNetwork
+from hf_moa.modeling.cct_costs import AttentionCost, budget_loss
+from hf_moa.modeling.feed_forward import build_feed_forward
+from hf_moa.modeling.moa_bert_layers import MoaBertAttention, MoaBertLayer
+
+
+def cct_config(*, causal=False, sublayer_norm=True, **fields):
+    config = tiny_config(
+        **{
+            "attn_implementation": "eager",
+            "cct_budgets": [1, 0.5],
+            "cct_sublayer_norm": sublayer_norm,
+            "cct_gate_hidden_size": 16,
+            "is_decoder": causal,
+        }
+        | fields
+    )
+    config.attention_probs_dropout_prob = config.hidden_dropout_prob = 0.0
+    return config
+
+
+def cct_layer(*, cross=False, **kwargs):
+    config = cct_config(add_cross_attention=cross, **kwargs)
+    layer = MoaBertAttention(config, layer_idx=0, is_cross_attention=cross)
+    return randomize(layer.double(), seed=2)
+
+
+@pytest.mark.parametrize("sublayer_norm", [True, False], ids=["norms", "plain"])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_attention_equals_the_paper(training, causal, sublayer_norm):
+    layer = cct_layer(causal=causal, sublayer_norm=sublayer_norm).train(training)
+    x, mask = hidden()
+    actual, record = run(layer, x, mask, causal=causal)
+    expected = cct_attention(layer, x, mask)
+    inputs = [x, *layer.self.parameters(), *layer.output.dense.parameters()]
+    assert_same_with_gradients(actual[mask], expected[mask], inputs)
+    if not training:  # the case is worth something only where some gates are open and some closed
+        for gate in (record["kv_gate"], record["query_gate"]):
+            assert 0 < gate[mask].mean() < 1
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_cross_attention_equals_the_paper(training):
+    layer = cct_layer(causal=True, cross=True).train(training)
+    x, mask = hidden()
+    source, source_mask = hidden(length=9, seed=4)
+    actual, record = run(layer, x, mask, causal=True, source=source, source_mask=source_mask)
+    expected = cct_attention(layer, x, mask, source, source_mask)
+    inputs = [x, source, *layer.self.parameters(), *layer.output.dense.parameters()]
+    assert_same_with_gradients(actual[mask], expected[mask], inputs)
+    if not training:
+        assert 0 < record["kv_gate"][source_mask].mean() < 1
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_feed_forward_with_norms_is_the_gated_sum_of_its_parts(training):
+    config = cct_config()
+    layer = build_feed_forward(
+        config, hidden_size=32, intermediate_size=48, activation="gelu", norm_eps=1e-12
+    )
+    layer = randomize(layer.double(), seed=1).train(training)
+    x, mask = hidden()
+    actual, record = layer(x, mask)
+    gates = control(layer.gate.control, x)
+    expected = torch.zeros_like(x)
+    for m, part in enumerate(layer.parts):
+        inner = layer_norm(x, layer.input_norms[m]) @ part.up.weight.T + part.up.bias
+        outer = torch.nn.functional.gelu(inner) @ part.down.weight.T + part.down.bias
+        expected = expected + gates[..., m : m + 1] * layer_norm(outer, layer.output_norms[m])
+    assert_same_with_gradients(actual, expected, [x, *layer.parameters()])
+    assert record["ffn_gate"].shape == (3, 7, 4)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_plain_feed_forward_gates_slices_of_the_dense_layer(training):
+    layer = MoaBertLayer(cct_config(sublayer_norm=False), layer_idx=0).double()
+    layer = randomize(layer, seed=1).train(training)
+    x, mask = hidden()
+    actual, _ = layer._feed_forward(x, mask)
+    gates = control(layer.feed_forward_gate.control, x)
+    up, down = layer.intermediate.dense, layer.output.dense
+    expected = x + down.bias
+    for m in range(4):
+        part = slice(12 * m, 12 * (m + 1))
+        inner = torch.nn.functional.gelu(x @ up.weight[part].T + up.bias[part])
+        expected = expected + gates[..., m : m + 1] * (inner @ down.weight[:, part].T)
+    expected = layer_norm(expected, layer.output.LayerNorm)
+    inputs = [x, *up.parameters(), *down.parameters(), *layer.feed_forward_gate.parameters()]
+    assert_same_with_gradients(actual, expected, inputs)
+
+
+def test_moa_and_mae_are_gated_too():
+    for attention_type in ("moa", "mae"):
+        layer = cct_layer(attention_type=attention_type).eval()
+        x, mask = hidden()
+        _, record = run(layer, x, mask, causal=False)
+        dense = layer.output.dense
+        result = layer.self(x, None, padding_mask=None)
+        closed = record["query_gate"] == 0
+        assert closed.any()
+        assert torch.all(result.context[result.record["query_gate"] == 0] == 0)
+        update = layer.self.mixture.output(dense, result.context, result.mix)
+        skipped = update[result.record["query_gate"] == 0]
+        torch.testing.assert_close(skipped, dense.bias.expand_as(skipped), atol=1e-12, rtol=0)
+
+
+def test_noise_is_scaled_and_only_in_training():
+    network = ControlNetwork(hidden_size=8, gate_hidden_size=16, num_gates=3, starts_open=False)
+    network = randomize(network.double())
+    x = torch.randn(4, 5, 8, dtype=torch.float64)
+    network.noise_scale.fill_(1.7)
+    torch.manual_seed(3)
+    noise = torch.randn(4, 5, 3, dtype=torch.float64)
+    torch.manual_seed(3)
+    logits = torch.relu(network.dense(x)) @ network.out.weight.T + network.out.bias
+    torch.testing.assert_close(network.train()(x), torch.sigmoid(logits + 1.7 * noise))
+    torch.testing.assert_close(network.eval()(x), (torch.sigmoid(logits) >= 0.5).double())
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_cost_counts_what_is_computed(causal):
+    cost = AttentionCost.of(hidden_size=32, num_heads=4, num_kv_heads=4, head_dim=8)
+    assert (cost.kv, cost.query, cost.pair) == (2 * 32 * 32, 2 * 32 * 32, 2 * 32)
+    generator = torch.Generator().manual_seed(0)
+    query, kv = (torch.randint(0, 2, (3, 7), generator=generator).double() for _ in range(2))
+    _, mask = hidden()
+    actual = cost.per_sequence(
+        query=query, kv=kv, visible=kv, query_mask=mask, kv_mask=mask, is_causal=causal
+    )
+    for b in range(3):
+        expected = 0.0
+        for t in range(7):
+            if not mask[b, t]:
+                continue
+            expected += cost.kv * kv[b, t]
+            if query[b, t]:
+                keys = [s for s in range(7) if mask[b, s] and kv[b, s] and (s <= t or not causal)]
+                expected += cost.query + cost.pair * len(keys)
+        assert actual[b].item() == pytest.approx(expected.item())
+
+
+def test_moa_costs_count_its_own_projections():
+    config = cct_config(attention_type="moa", num_attention_heads=2, head_dim=12)
+    cost = MoaBertAttention(config, layer_idx=0).self.cct.cost
+    assert (cost.kv, cost.query, cost.pair) == (2 * 32 * 12, 2 * 32 * 24, 2 * 24)
+
+
+def test_compute_fraction_is_the_share_of_the_flops():
+    """Counted again from the gates that the model reports, layer by layer."""
+    model = randomize(MoaBertModel(cct_config()), seed=3).eval()
+    ids, mask = batch()
+    output = model(ids, attention_mask=mask, output_cct_gates=True)
+    d, ff, splits = 32, 48, 4
+    for b in range(3):
+        used = full = 0.0
+        n = int(mask[b].sum())
+        for gates in output.cct_gates:
+            kv, query, ffn = (gates[name][b, :n] for name in ("kv", "query", "ffn"))
+            used += 2 * d * d * (kv.sum() + query.sum()) + 2 * d * query.sum() * kv.sum()
+            used += ffn.sum() * 2 * d * ff / splits
+            full += 4 * d * d * n + 2 * d * n * n + n * 2 * d * ff
+        assert output.compute_fraction[b].item() == pytest.approx(used.item() / full, rel=1e-5)
+    assert 0 < output.compute_fraction.min() < 1
+
+
+def test_open_gates_cost_exactly_everything():
+    model = MoaBertModel(cct_config(sublayer_norm=False)).eval()
+    ids, mask = batch()
+    assert model(ids, attention_mask=mask).compute_fraction.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_budget_loss_equals_the_paper():
+    used = torch.tensor([3.0, 8.0, 5.0, 2.0], dtype=torch.float64, requires_grad=True)
+    full = torch.tensor([10.0, 10.0, 20.0, 8.0], dtype=torch.float64)
+    index = torch.tensor([0, 1, 1, 0])
+    actual = budget_loss(used, full, index=index, budgets=[1.0, 0.5, 0.2])
+    groups = {
+        1.0: (used[0] + used[3], 18.0, 2 / 4),
+        0.5: (used[1] + used[2], 30.0, 2 / 4),
+    }
+    expected = sum(
+        share * (budget * total - spent).abs() / (budget * total)
+        for budget, (spent, total, share) in groups.items()
+    )
+    assert_same_with_gradients(actual, expected, [used])
+
+
+def test_budget_loss_is_two_sided():
+    full = torch.full((1,), 10.0)
+    for used, expected in ((5.0, 0.0), (10.0, 1.0), (2.5, 0.5)):
+        loss = budget_loss(torch.tensor([used]), full, index=torch.tensor([0]), budgets=[0.5])
+        assert loss.item() == pytest.approx(expected)
+
+
+def test_padding_costs_nothing():
+    model = randomize(MoaBertModel(cct_config()), seed=3).eval()
+    ids, mask = batch()
+    together = model(ids, attention_mask=mask).compute_fraction
+    for b in range(3):
+        n = int(mask[b].sum())
+        alone = model(ids[b : b + 1, :n]).compute_fraction
+        torch.testing.assert_close(alone[0], together[b])
+
+
+# --- budgets --------------------------------------------------------------------------------------
+
+
+def model_with_budgets(budgets=(1, 1, 0.5, 0.25)):
+    torch.manual_seed(0)
+    config = cct_config(cct_budgets=list(budgets))
+    return randomize(MoaBertForSequenceClassification(config), seed=4).eval()
+
+
+def test_budget_is_chosen_by_call_by_model_and_by_default():
+    model = model_with_budgets()
+    ids, mask = batch()
+    largest = model(ids, attention_mask=mask).logits
+    half = model(ids, attention_mask=mask, budget=0.5).logits
+    assert torch.equal(model(ids, attention_mask=mask, budget=1).logits, largest)
+    assert not torch.equal(half, largest)
+    model.set_budget(0.5)
+    assert torch.equal(model(ids, attention_mask=mask).logits, half)
+    assert torch.equal(model(ids, attention_mask=mask, budget=1.0).logits, largest)
+    model.set_budget(None)
+    assert torch.equal(model(ids, attention_mask=mask).logits, largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_budget_per_sequence(dtype):
+    model = model_with_budgets((1, 0.33, 0.5))
+    ids, mask = batch()
+    budgets = torch.tensor([0.5, 1.0, 0.33], dtype=dtype)
+    mixed = model(ids, attention_mask=mask, budget=budgets).logits
+    for b, budget in enumerate((0.5, 1.0, 0.33)):
+        single = model(ids, attention_mask=mask, budget=budget).logits
+        torch.testing.assert_close(mixed[b], single[b], atol=1e-6, rtol=0)
+
+
+def test_training_draws_each_budget_with_its_weight():
+    control = BudgetControl([1, 1, 1, 0.5], hidden_size=4, symbols_start_at_zero=False).train()
+    torch.manual_seed(0)
+    budget = control(8000, torch.device("cpu"))
+    assert control.distinct == [1.0, 0.5]
+    assert (budget.index == 0).float().mean().item() == pytest.approx(0.75, abs=0.02)
+    torch.testing.assert_close(budget.value, torch.tensor([1.0, 0.5])[budget.index])
+
+
+def test_training_loss_includes_the_budget_loss_and_eval_loss_does_not():
+    model = model_with_budgets()
+    ids, mask = batch()
+    labels = torch.tensor([0, 1, 2])
+    output = model(ids, attention_mask=mask, labels=labels)
+    task = torch.nn.functional.cross_entropy(output.logits, labels)
+    torch.testing.assert_close(output.loss, task)
+    model.train()
+    output = model(ids, attention_mask=mask, labels=labels)
+    task = torch.nn.functional.cross_entropy(output.logits, labels)
+    torch.testing.assert_close(output.loss, task + output.aux_loss)
+    assert output.aux_loss > 0
+    torch.testing.assert_close(output.aux_loss.detach(), output.aux_losses["budget_loss"])
+
+
+def test_training_pulls_the_compute_to_the_budget():
+    """Under its budget loss alone, a model learns to spend what each budget allows."""
+    torch.manual_seed(0)
+    config = cct_config(cct_budgets=[1, 0.5], num_hidden_layers=1)
+    model = MoaBertModel(config).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    ids, _ = batch(batch_size=8, length=20)
+    for _ in range(150):
+        optimizer.zero_grad()
+        model(ids, attention_mask=(ids > 0).long()).aux_loss.backward()
+        optimizer.step()
+    model.set_cct_noise_scale(0.0)
+    for budget in (1.0, 0.5):
+        fraction = model(ids, budget=budget).compute_fraction.mean().item()
+        assert fraction == pytest.approx(budget, abs=0.1)
+
+
+def test_control_symbols_and_gates_of_a_converted_model_start_neutral():
+    model = MoaBertModel(cct_config(sublayer_norm=False)).train()
+    assert torch.all(model.cct.control_symbols.weight == 0)
+    ids, mask = batch()
+    gates = model(ids, attention_mask=mask, output_cct_gates=True).cct_gates
+    for layer in gates:
+        for gate in layer.values():
+            torch.testing.assert_close(gate, torch.full_like(gate, torch.sigmoid(torch.tensor(4.0))))

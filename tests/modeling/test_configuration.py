@@ -1,0 +1,99 @@
+"""`MoaBertConfig`: defaults, rules, and errors that name the field, the rule and the value."""
+
+import pytest
+import torch
+from common import TINY, tiny_config
+from transformers import BertConfig
+
+from hf_moa import MoaBertConfig, MoaBertModel
+
+
+def test_defaults_are_plain_bert():
+    config = MoaBertConfig()
+    for name, value in BertConfig().to_dict().items():
+        if name not in ("model_type", "transformers_version"):
+            assert getattr(config, name) == value, name
+    assert (config.attention_type, config.ffn_type, config.cct_budgets) == ("mha", "dense", None)
+    assert config.model_type == "moa_bert"
+
+
+def test_paper_names():
+    config = MoaBertConfig(
+        attention_type="moa", num_attention_heads=8, num_attention_experts=16, head_dim=128
+    )
+    assert (config.num_attention_heads, config.attention_experts, config.attention_head_dim) == (
+        8,
+        16,
+        128,
+    )
+    assert MoaBertConfig(attention_type="moa").attention_experts == 24
+    assert MoaBertConfig().attention_head_dim == 64
+
+
+BAD = [
+    ({"attention_type": "gqa"}, "attention_type", "gqa"),
+    ({"attention_type": None}, "attention_type", "None"),
+    ({"attention_type": "mae", "mae_num_dropped_heads": 0}, "mae_num_dropped_heads", "0"),
+    ({"attention_type": "mae", "mae_num_dropped_heads": 4}, "mae_num_dropped_heads", "4"),
+    ({"mae_num_dropped_heads": True}, "mae_num_dropped_heads", "True"),
+    ({"mae_gate_type": "hard"}, "mae_gate_type", "hard"),
+    ({"mae_gate_hidden_size": 0}, "mae_gate_hidden_size", "0"),
+    ({"mae_gate_hidden_size": 2.5}, "mae_gate_hidden_size", "2.5"),
+    ({"mae_gate_dropout": 1.0}, "mae_gate_dropout", "1.0"),
+    ({"mae_gate_dropout": -0.1}, "mae_gate_dropout", "-0.1"),
+    ({"mae_gate_dropout": float("nan")}, "mae_gate_dropout", "nan"),
+    ({"mae_gate_window": 0}, "mae_gate_window", "0"),
+    ({"attention_type": "moa", "num_attention_experts": 3}, "num_attention_experts", "3"),
+    ({"num_attention_experts": "8"}, "num_attention_experts", "8"),
+    ({"head_dim": 16}, "head_dim", "16"),
+    ({"head_dim": -8, "attention_type": "moa"}, "head_dim", "-8"),
+    ({"attention_type": "moa", "num_attention_heads": 5}, "head_dim", "None"),
+    ({"num_attention_heads": 5}, "num_attention_heads", "5"),
+    ({"router_type": "hash"}, "router_type", "hash"),
+    ({"router_balance_loss_coef": -1}, "router_balance_loss_coef", "-1"),
+    ({"router_z_loss_coef": float("inf")}, "router_z_loss_coef", "inf"),
+    ({"router_importance_loss_coef": "0.1"}, "router_importance_loss_coef", "0.1"),
+    ({"router_load_loss_coef": 0.1}, "router_load_loss_coef", "0.1"),
+    ({"ffn_type": "glu"}, "ffn_type", "glu"),
+    ({"num_ffn_experts": 0}, "num_ffn_experts", "0"),
+    ({"ffn_type": "moe", "num_ffn_experts_per_token": 9}, "num_ffn_experts_per_token", "9"),
+    ({"cct_budgets": []}, "cct_budgets", "[]"),
+    ({"cct_budgets": 0.5}, "cct_budgets", "0.5"),
+    ({"cct_budgets": [1, 0]}, "cct_budgets", "0"),
+    ({"cct_budgets": [1.5]}, "cct_budgets", "1.5"),
+    ({"cct_budgets": ["1"]}, "cct_budgets", "1"),
+    ({"cct_budgets": [[1, 1]]}, "cct_budgets", "[1, 1]"),
+    ({"cct_budgets": [float("nan")]}, "cct_budgets", "nan"),
+    ({"cct_budgets": [1], "cct_num_ffn_splits": 5}, "cct_num_ffn_splits", "5"),
+    ({"cct_gate_hidden_size": 0}, "cct_gate_hidden_size", "0"),
+    ({"cct_noise_max": -1.0}, "cct_noise_max", "-1.0"),
+    ({"cct_budget_loss_coef": None}, "cct_budget_loss_coef", "None"),
+    ({"cct_sublayer_norm": "yes"}, "cct_sublayer_norm", "yes"),
+    ({"cct_execution": "fast"}, "cct_execution", "fast"),
+    ({"pre_norm": 1}, "pre_norm", "1"),
+    ({"output_router_logits": "all"}, "output_router_logits", "all"),
+    ({"hidden_size": "32"}, "hidden_size", "32"),
+    ({"hidden_dropout_prob": "none"}, "hidden_dropout_prob", "none"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name", "value"), BAD, ids=[str(row[0]) for row in BAD])
+def test_bad_value_is_an_error_that_names_it(fields, name, value):
+    with pytest.raises(ValueError, match=name) as error:
+        MoaBertConfig(**TINY | fields)
+    assert value in str(error.value)
+
+
+@pytest.mark.parametrize(("fields", "name", "value"), BAD, ids=[str(row[0]) for row in BAD])
+def test_bad_value_set_later_is_an_error_when_a_model_is_built(fields, name, value):
+    config = tiny_config()
+    with pytest.raises(ValueError, match=name):  # noqa: PT012 - either of the two may notice first
+        for field, bad in fields.items():
+            setattr(config, field, bad)
+        with torch.device("meta"):
+            MoaBertModel(config)
+
+
+def test_cross_attention_needs_a_decoder():
+    with pytest.raises(ValueError, match="is_decoder"):
+        MoaBertModel(tiny_config(add_cross_attention=True))

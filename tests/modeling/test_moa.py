@@ -1,0 +1,114 @@
+"""MoA (Zhang et al. 2022) against a loop over tokens and experts."""
+
+import pytest
+import torch
+from common import assert_same_with_gradients, hidden, randomize, tiny_config
+from references import moa_attention
+from test_mae import run
+
+from hf_moa import MoaBertModel
+from hf_moa.modeling.expert_linear import ExpertInput, ExpertOutput
+from hf_moa.modeling.moa_bert_layers import MoaBertAttention
+
+
+def moa_layer(*, heads=2, experts=5, head_dim=12, causal=False, **fields):
+    config = tiny_config(
+        attn_implementation="eager",
+        attention_type="moa",
+        num_attention_heads=heads,
+        num_attention_experts=experts,
+        head_dim=head_dim,
+        is_decoder=causal,
+        **fields,
+    )
+    config.attention_probs_dropout_prob = config.hidden_dropout_prob = 0.0
+    return randomize(MoaBertAttention(config, layer_idx=0).double())
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(
+    ("heads", "experts", "head_dim"),
+    [(1, 1, 32), (1, 4, 5), (2, 5, 12), (4, 4, 8), (3, 16, 7)],
+    ids=lambda value: str(value),
+)
+def test_equals_the_loop_over_tokens_and_experts(heads, experts, head_dim, causal):
+    layer = moa_layer(heads=heads, experts=experts, head_dim=head_dim, causal=causal)
+    x, mask = hidden()
+    actual, _ = run(layer, x, mask, causal=causal)
+    expected = moa_attention(layer, x, mask)
+    inputs = [x, *layer.self.parameters(), *layer.output.dense.parameters()]
+    assert_same_with_gradients(actual[mask], expected[mask], inputs)
+
+
+def test_noisy_router_replaces_the_logits():
+    layer = moa_layer(router_type="noisy_topk").eval()
+    plain = moa_layer().eval()
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    x, mask = hidden()
+    torch.testing.assert_close(
+        run(layer, x, mask, causal=False)[0], run(plain, x, mask, causal=False)[0]
+    )
+    layer.train()
+    torch.manual_seed(0)
+    assert not torch.allclose(run(layer, x, mask, causal=False)[0], run(plain, x, mask, causal=False)[0])
+
+
+def test_expert_input_is_the_chosen_experts_linear():
+    linear = randomize(ExpertInput(num_experts=5, in_features=6, out_features=3).double())
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    index = torch.stack([torch.randperm(5)[:2] for _ in range(8)]).view(2, 4, 2)
+    actual = linear(x, index)
+    for b, t, s in torch.cartesian_prod(*map(torch.arange, (2, 4, 2))).tolist():
+        e = index[b, t, s]
+        torch.testing.assert_close(actual[b, t, s], linear.weight[e] @ x[b, t] + linear.bias[e])
+
+
+def test_expert_output_is_the_weighted_sum():
+    linear = randomize(ExpertOutput(num_experts=5, in_features=3, out_features=6).double())
+    x = torch.randn(2, 4, 2, 3, dtype=torch.float64)
+    index = torch.stack([torch.randperm(5)[:2] for _ in range(8)]).view(2, 4, 2)
+    weight = torch.rand(2, 4, 2, dtype=torch.float64)
+    actual = linear(x, index, weight)
+    for b, t in torch.cartesian_prod(torch.arange(2), torch.arange(4)).tolist():
+        expected = linear.bias.clone()
+        for s in range(2):
+            expected += weight[b, t, s] * (x[b, t, s] @ linear.weight[index[b, t, s]])
+        torch.testing.assert_close(actual[b, t], expected)
+
+
+def test_router_logits_are_one_per_layer():
+    config = tiny_config(attention_type="moa", num_attention_experts=9)
+    ids = torch.randint(5, 60, (2, 6))
+    output = MoaBertModel(config).eval()(ids, output_router_logits=True)
+    assert [tuple(logits.shape) for logits in output.router_logits] == [(2, 6, 9)] * 2
+
+
+def test_losses_are_summed_over_layers_and_weighted():
+    config = tiny_config(
+        attention_type="moa",
+        router_type="noisy_topk",
+        router_balance_loss_coef=0.3,
+        router_z_loss_coef=0.05,
+        router_importance_loss_coef=0.7,
+        router_load_loss_coef=0.11,
+    )
+    model = randomize(MoaBertModel(config)).eval()
+    ids = torch.randint(5, 60, (2, 6))
+    output = model(ids)
+    captured = []
+    for layer in model.encoder.layer:
+        layer.attention.self.mixture.router.register_forward_hook(
+            lambda module, args, routing: captured.append(routing.losses)
+        )
+    model(ids)
+    coefficients = {
+        "router_balance_loss": 0.3,
+        "router_z_loss": 0.05,
+        "router_importance_loss": 0.7,
+        "router_load_loss": 0.11,
+    }
+    assert len(captured) == 2
+    expected = sum(coefficients[name] * loss for losses in captured for name, loss in losses.items())
+    torch.testing.assert_close(output.aux_loss, expected)
+    for name in coefficients:
+        torch.testing.assert_close(output.aux_losses[name], sum(losses[name] for losses in captured))

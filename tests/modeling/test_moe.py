@@ -1,0 +1,69 @@
+"""The sparse MoE feed-forward layer (Shazeer et al. 2017, eq. 1) against a loop."""
+
+import pytest
+import torch
+from common import assert_same_with_gradients, hidden, randomize, tiny_config
+
+from hf_moa.modeling.moe import SparseMoeFeedForward
+
+
+def moe_layer(implementation="eager", *, experts=4, selected=2, router="topk", size=48):
+    config = tiny_config(experts_implementation=implementation)
+    return randomize(
+        SparseMoeFeedForward(
+            config,
+            hidden_size=32,
+            intermediate_size=size,
+            activation="gelu",
+            num_experts=experts,
+            num_selected=selected,
+            router_type=router,
+        ).double()
+    )
+
+
+def naive(layer, x):
+    router, experts = layer.router, layer.experts
+    output = torch.zeros_like(x)
+    for b, t in torch.cartesian_prod(*map(torch.arange, x.shape[:2])).tolist():
+        logits = router.gate.weight @ x[b, t]
+        kept = logits.argsort(descending=True)[: router.num_selected]
+        gates = torch.exp(logits[kept]) / torch.exp(logits[kept]).sum()
+        for g, e in zip(gates, kept, strict=True):
+            h = torch.nn.functional.gelu(experts.up_proj[e] @ x[b, t] + experts.up_proj_bias[e])
+            output[b, t] = output[b, t] + g * (experts.down_proj[e] @ h + experts.down_proj_bias[e])
+    return output
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(("experts", "selected"), [(4, 1), (4, 2), (7, 3), (3, 3)])
+def test_equals_the_loop(experts, selected, implementation):
+    layer = moe_layer(implementation, experts=experts, selected=selected)
+    x, mask = hidden()
+    actual, _ = layer(x, mask)
+    assert_same_with_gradients(actual, naive(layer, x), [x, *layer.parameters()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [48, 50], ids=["aligned", "unaligned"])
+def test_grouped_mm_agrees_with_the_loop_in_every_dtype(size, dtype):
+    grouped = moe_layer("grouped_mm", size=size).to(dtype)
+    loop = moe_layer("eager", size=size).to(dtype)
+    loop.load_state_dict(grouped.state_dict())
+    x, mask = hidden()
+    actual, expected = grouped(x.to(dtype), mask)[0], loop(x.to(dtype), mask)[0]
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.3}[dtype]
+    assert expected.abs().max() > 10 * tolerance
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
+
+
+def test_noisy_router_reports_the_load_loss():
+    layer = moe_layer(router="noisy_topk").train()
+    x, mask = hidden()
+    losses = layer(x, mask)[1]["losses"]
+    assert set(losses) == {
+        "router_balance_loss",
+        "router_z_loss",
+        "router_importance_loss",
+        "router_load_loss",
+    }

@@ -1,0 +1,156 @@
+"""Routers and their losses (Zhang et al. 2022; Shazeer et al. 2017) against naive float64 forms."""
+
+import pytest
+import references as naive
+import torch
+from common import assert_same_with_gradients, hidden, randomize
+from references import cv_squared
+
+from hf_moa.modeling import router_losses
+from hf_moa.modeling.routing import NoisyTopKRouter, TopKRouter
+
+
+def router(kind=TopKRouter, *, experts=6, selected=2, detach=False):
+    made = kind(
+        hidden_size=32, num_experts=experts, num_selected=selected, detach_normalizer=detach
+    ).double()
+    return randomize(made)
+
+
+def with_noise(made, x, mask, seed=0):
+    """One noisy call, and the noise it drew."""
+    torch.manual_seed(seed)
+    noise = torch.randn(*x.shape[:2], made.num_experts, dtype=x.dtype)
+    torch.manual_seed(seed)
+    return made(x, mask), noise
+
+
+def test_weights_are_the_normalised_probabilities_of_the_top_k():
+    made = router(selected=3, detach=True)
+    x, mask = hidden()
+    routing = made(x, mask)
+    p = (x @ made.gate.weight.T).softmax(-1)
+    for b in range(3):
+        for t in range(7):
+            best = p[b, t].argsort(descending=True)[:3]
+            assert routing.index[b, t].tolist() == best.tolist()
+            torch.testing.assert_close(routing.weight[b, t], p[b, t, best] / p[b, t, best].sum())
+
+
+def test_detached_normaliser_has_the_gradient_of_the_paper():
+    x, mask = hidden()
+    for detach in (True, False):
+        made = router(detach=detach)
+        routing = made(x, mask)
+        p = (x @ made.gate.weight.T).softmax(-1).gather(-1, routing.index)
+        total = p.sum(-1, keepdim=True)
+        expected = p / (total.detach() if detach else total)
+        assert_same_with_gradients(routing.weight, expected, [x, made.gate.weight])
+
+
+@pytest.mark.parametrize("selected", [1, 2, 5, 6])
+def test_noisy_top_k_equals_the_paper(selected):
+    made = router(NoisyTopKRouter, selected=selected).train()
+    x, mask = hidden()
+    routing, noise = with_noise(made, x, mask)
+    _, _, h, gates = naive.noisy_topk(x, made, noise)
+    torch.testing.assert_close(routing.logits, h)
+    spread = torch.zeros_like(gates).scatter(-1, routing.index, routing.weight)
+    assert_same_with_gradients(spread, gates, [x, made.gate.weight, made.noise.weight])
+
+
+def test_eval_draws_no_noise():
+    made = router(NoisyTopKRouter).eval()
+    x, mask = hidden()
+    torch.testing.assert_close(made(x, mask).logits, x @ made.gate.weight.T)
+
+
+@pytest.mark.parametrize("selected", [1, 2, 5])
+def test_load_loss_equals_the_paper(selected):
+    made = router(NoisyTopKRouter, selected=selected).train()
+    x, mask = hidden()
+    routing, noise = with_noise(made, x, mask)
+    clean, scale, h, _ = naive.noisy_topk(x, made, noise)
+    load = naive.smooth_load(clean, scale, h, selected)[mask].sum(dim=0)
+    assert_same_with_gradients(
+        routing.losses["router_load_loss"],
+        cv_squared(load),
+        [x, made.gate.weight, made.noise.weight],
+    )
+
+
+def test_load_is_even_where_every_expert_is_kept():
+    made = router(NoisyTopKRouter, selected=6).train()
+    x, mask = hidden()
+    assert made(x, mask).losses["router_load_loss"] < 1e-12
+
+
+def test_importance_loss_equals_the_paper():
+    made = router(NoisyTopKRouter, selected=2).train()
+    x, mask = hidden()
+    routing, noise = with_noise(made, x, mask)
+    _, _, _, gates = naive.noisy_topk(x, made, noise)
+    assert_same_with_gradients(
+        routing.losses["router_importance_loss"],
+        cv_squared(gates[mask].sum(dim=0)),
+        [x, made.gate.weight, made.noise.weight],
+    )
+
+
+def test_balance_and_z_losses_equal_the_paper():
+    made = router(selected=3)
+    x, mask = hidden()
+    routing = made(x, mask)
+    logits = x @ made.gate.weight.T
+    assert_same_with_gradients(
+        routing.losses["router_balance_loss"],
+        naive.balance_loss(logits, routing.index, mask),
+        [x, made.gate.weight],
+    )
+    assert_same_with_gradients(
+        routing.losses["router_z_loss"], naive.z_loss(logits, mask), [x, made.gate.weight]
+    )
+
+
+def test_balance_loss_of_an_even_router_is_one():
+    probabilities = torch.full((1, 12, 4), 0.25)
+    index = torch.arange(24).view(1, 12, 2) % 4
+    loss = router_losses.load_balance_loss(probabilities, index, mask=None)
+    assert loss.item() == pytest.approx(1.0)
+
+
+def test_balance_loss_of_a_collapsed_router_is_n_over_k():
+    probabilities = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(1, 12, 4)
+    index = torch.tensor([0, 1]).expand(1, 12, 2)
+    loss = router_losses.load_balance_loss(probabilities, index, mask=None)
+    assert loss.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("kind", [TopKRouter, NoisyTopKRouter])
+def test_padding_counts_in_no_loss(kind):
+    made = router(kind).eval()
+    x, mask = hidden()
+    losses = made(x, mask).losses
+    changed = torch.where(mask.unsqueeze(-1), x, torch.randn_like(x))
+    for name, loss in made(changed, mask).losses.items():
+        torch.testing.assert_close(loss, losses[name], msg=name)
+    trimmed = made(x[:1], mask[:1]).losses
+    assert not torch.allclose(trimmed["router_z_loss"], losses["router_z_loss"])
+
+
+@pytest.mark.parametrize("kind", [TopKRouter, NoisyTopKRouter])
+def test_batch_of_padding_alone_has_finite_losses_and_gradients(kind):
+    made = router(kind).train()
+    x, mask = hidden()
+    losses = made(x, torch.zeros_like(mask)).losses
+    sum(losses.values()).backward()
+    assert all(torch.isfinite(loss) for loss in losses.values())
+    assert all(torch.isfinite(parameter.grad).all() for parameter in made.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_routes_in_float32(dtype):
+    made = router().to(dtype)
+    x, mask = hidden()
+    routing = made(x.to(dtype), mask)
+    assert routing.weight.dtype == routing.logits.dtype == torch.float32
