@@ -1,0 +1,474 @@
+"""Finetunes a model on a GLUE task with the plain `Trainer`: an ungated baseline, or a checkpoint
+converted to mixture-of-heads attention (MAE, MoA) and conditional computation (CCT).
+
+The flags are those of transformers' own `run_glue.py`, plus `GatingArguments`. Baseline, MAE, and
+CCT at three budgets, from the same checkpoint and the same fresh classifier:
+
+    python examples/run_glue.py --model_name_or_path bert-base-uncased --task_name mrpc \
+        --do_train --do_eval --learning_rate 2e-5 --output_dir out/bert
+    python examples/run_glue.py ... --attention_type mae --output_dir out/mae
+    python examples/run_glue.py ... --attention_type mha --cct_budgets 1 0.5 0.33 \
+        --eval_budgets --output_dir out/cct
+
+On a laptop, without the Hub, from a folder of GLUE's published TSV files:
+
+    HF_HUB_OFFLINE=1 python examples/run_glue.py --model_name_or_path path/to/checkpoint \
+        --task_name mrpc --data_dir glue_data --max_train_samples 200 --pad_to_max_length false \
+        --do_train --do_eval --attention_type mae --output_dir out/mae-small
+
+The arguments can stand in one JSON file instead: `python examples/run_glue.py arguments.json`.
+"""
+
+import dataclasses
+import json
+import logging
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import numpy as np
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    HfArgumentParser,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+import hf_moa
+from hf_moa.training import (
+    GLUE_TASKS,
+    CCTNoiseCallback,
+    GlueMetric,
+    GlueTask,
+    evaluate_budgets,
+    format_budget_table,
+    load_glue_tsv,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def optional(help_text: str):
+    return field(default=None, metadata={"help": help_text})
+
+
+@dataclass
+class ModelArguments:
+    """Which checkpoint, config and tokenizer to start from."""
+
+    model_name_or_path: str = field(
+        metadata={"help": "Path of a pretrained model, or its name on the Hub."}
+    )
+    config_name: str | None = optional("Path or name of the config, if not that of the model.")
+    tokenizer_name: str | None = optional("Path or name of the tokenizer, if not that of the model.")
+    cache_dir: str | None = optional("Folder for what is downloaded from the Hub.")
+    model_revision: str = field(
+        default="main", metadata={"help": "Branch, tag or commit of the model on the Hub."}
+    )
+    token: str | None = optional("Access token for the Hub.")
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run model code that comes with a checkpoint."}
+    )
+    ignore_mismatched_sizes: bool = field(
+        default=False,
+        metadata={"help": "Draw a new classifier where the checkpoint's has another shape."},
+    )
+
+    def hub_kwargs(self) -> dict:
+        return {
+            "cache_dir": self.cache_dir,
+            "revision": self.model_revision,
+            "token": self.token,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
+@dataclass
+class DataTrainingArguments:
+    """Which task to train and evaluate on, and how its texts are prepared."""
+
+    task_name: str = field(metadata={"help": f"One of {', '.join(GLUE_TASKS)}."})
+    data_dir: str | None = optional(
+        "Folder of GLUE's published TSV files (CoLA/train.tsv, SST-2/dev.tsv.gz, ...). Default: "
+        "the data set nyu-mll/glue of the Hub."
+    )
+    skip_malformed_rows: bool = field(
+        default=False,
+        metadata={"help": "With --data_dir, leave out malformed rows instead of stopping."},
+    )
+    max_seq_length: int = field(
+        default=128, metadata={"help": "Longer texts are cut off at this number of tokens."}
+    )
+    pad_to_max_length: bool = field(
+        default=True,
+        metadata={"help": "Pad all texts to max_seq_length; false: to the longest of each batch."},
+    )
+    overwrite_cache: bool = field(
+        default=False, metadata={"help": "Tokenize again what is in the cache already."}
+    )
+    max_train_samples: int | None = optional("Train on the first so many examples only.")
+    max_eval_samples: int | None = optional("Evaluate on the first so many examples only.")
+    max_predict_samples: int | None = optional("Predict the first so many test examples only.")
+
+    def __post_init__(self):
+        self.task_name = self.task_name.lower()
+        if self.task_name not in GLUE_TASKS:
+            raise ValueError(
+                f"`task_name` must be one of {', '.join(GLUE_TASKS)} (got {self.task_name!r})."
+            )
+
+
+@dataclass
+class GatingArguments:
+    """How to convert the checkpoint. What is not given keeps the model config's default."""
+
+    attention_type: str = field(
+        default="none",
+        metadata={
+            "help": "none: load the checkpoint as it is (an ungated baseline, or a model that was "
+            "converted before). Otherwise convert it with hf_moa.upcycle; mha adds no gates to the "
+            "attention, for CCT or a mixture of feed-forward experts alone.",
+            "choices": ["none", "mha", "mae", "moa"],
+        },
+    )
+    mae_num_dropped_heads: int | None = optional("MAE: heads that each expert leaves out.")
+    mae_gate_type: str | None = optional("MAE: the gate; uniform is UNI-MAE.")
+    num_attention_experts: int | None = optional("MoA: attention experts per layer.")
+    num_attention_heads: int | None = optional(
+        "MoA: heads active for a token. Default: the checkpoint's."
+    )
+    head_dim: int | None = optional("MoA: size of a head.")
+    router_type: str | None = optional("The router: topk or noisy_topk.")
+    ffn_type: str | None = optional("moe: a mixture of feed-forward experts.")
+    num_ffn_experts: int | None = optional("Feed-forward experts per layer.")
+    num_ffn_experts_per_token: int | None = optional("Feed-forward experts active for a token.")
+    cct_budgets: list[float] | None = field(
+        default=None,
+        metadata={"help": "CCT: the budgets to train for, such as 1 0.5 0.33. Switches CCT on."},
+    )
+    cct_budget_loss_coef: float | None = optional("CCT: weight of the budget loss.")
+    cct_noise_max: float | None = optional("CCT: scale of the gate noise at the end of its growth.")
+    cct_noise_steps: int | None = optional(
+        "CCT: steps over which the gate noise grows. Default: all steps."
+    )
+    eval_budgets: bool = field(
+        default=False,
+        metadata={
+            "help": "CCT: at the end, evaluate at each budget; print the table and write it to "
+            "budget_results_<task>.json."
+        },
+    )
+
+    def __post_init__(self):
+        if self.attention_type == "none" and self.config_fields():
+            raise ValueError(
+                f"{', '.join(f'`{name}`' for name in self.config_fields())} convert a checkpoint "
+                "and need `attention_type` mha, mae or moa (got 'none')."
+            )
+
+    def config_fields(self) -> dict:
+        """The given fields of the model config."""
+        not_in_config = ("attention_type", "cct_noise_steps", "eval_budgets")
+        fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in not_in_config}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def parse_arguments(args: list[str]):
+    parser = HfArgumentParser(
+        (ModelArguments, DataTrainingArguments, GatingArguments, TrainingArguments)
+    )
+    if len(args) == 1 and args[0].endswith(".json"):
+        return parser.parse_json_file(args[0])
+    return parser.parse_args_into_dataclasses(args)
+
+
+def set_up_logging(training_args: TrainingArguments) -> None:
+    logging.basicConfig(
+        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
+        datefmt="%m/%d/%Y %H:%M:%S",
+        handlers=[logging.StreamHandler(sys.stdout)],
+    )
+    if training_args.should_log:
+        # The default --log_level, "passive", keeps what is set here.
+        transformers.utils.logging.set_verbosity_info()
+    level = training_args.get_process_log_level()
+    logger.setLevel(level)
+    datasets.utils.logging.set_verbosity(level)
+    transformers.utils.logging.set_verbosity(level)
+    logger.info(f"Training parameters: {training_args}")
+
+
+def find_checkpoint(training_args: TrainingArguments) -> str | None:
+    """The checkpoint to resume from: the one asked for, or the last one in `output_dir`."""
+    if training_args.resume_from_checkpoint is not None:
+        return training_args.resume_from_checkpoint
+    if not (training_args.do_train and Path(training_args.output_dir).is_dir()):
+        return None
+    checkpoint = get_last_checkpoint(training_args.output_dir)
+    if checkpoint is not None:
+        logger.info(f"Resuming from {checkpoint}; to train anew, give another --output_dir.")
+    return checkpoint
+
+
+def load_model(
+    model_args: ModelArguments, gating_args: GatingArguments, task: GlueTask
+) -> PreTrainedModel:
+    """The classifier to train.
+
+    Under one seed, all variants have the same encoder and the same newly drawn classifier: the
+    ungated model is loaded first, and only then converted.
+    """
+    config = AutoConfig.from_pretrained(
+        model_args.config_name or model_args.model_name_or_path,
+        num_labels=task.num_labels,
+        **model_args.hub_kwargs(),
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(
+        model_args.model_name_or_path,
+        config=config,
+        ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
+        **model_args.hub_kwargs(),
+    )
+    if not task.is_regression and label_order(model, task) is None:
+        model.config.id2label = dict(enumerate(task.label_names))
+        model.config.label2id = {name: i for i, name in enumerate(task.label_names)}
+    if gating_args.attention_type == "none":
+        return model
+    fields = {"attention_type": gating_args.attention_type, **gating_args.config_fields()}
+    if not model.config.model_type.startswith("moa_"):
+        return hf_moa.upcycle(model, **fields)
+    differing = [k for k, v in fields.items() if getattr(model.config, k, None) != v]
+    if differing:
+        raise ValueError(
+            f"{model_args.model_name_or_path} is a converted checkpoint already, with other values "
+            f"of {', '.join(f'`{name}`' for name in differing)}. Leave out the flags that convert, "
+            "or start from the checkpoint it was converted from."
+        )
+    return model
+
+
+def label_order(model: PreTrainedModel, task: GlueTask) -> list[int] | None:
+    """The model's class id for each class of the task, or None if its classes have other names.
+
+    A checkpoint that was trained on the task elsewhere may number the classes differently.
+    """
+    ids = {str(name).lower(): i for name, i in model.config.label2id.items()}
+    if sorted(ids) != sorted(task.label_names):
+        return None
+    return [ids[name] for name in task.label_names]
+
+
+def load_raw_datasets(
+    model_args: ModelArguments, data_args: DataTrainingArguments
+) -> datasets.DatasetDict:
+    if data_args.data_dir is not None:
+        return load_glue_tsv(
+            data_args.data_dir, data_args.task_name, skip_malformed=data_args.skip_malformed_rows
+        )
+    return datasets.load_dataset(
+        "nyu-mll/glue", data_args.task_name, cache_dir=model_args.cache_dir, token=model_args.token
+    )
+
+
+def tokenize(dataset, tokenizer, data_args: DataTrainingArguments, label_ids):
+    """Adds the model's inputs; `label_ids[i]` is the model's id of the task's class i."""
+    task = GLUE_TASKS[data_args.task_name]
+
+    def tokenize_batch(examples):
+        features = tokenizer(
+            *(examples[name] for name in task.text_columns),
+            padding="max_length" if data_args.pad_to_max_length else False,
+            max_length=min(data_args.max_seq_length, tokenizer.model_max_length),
+            truncation=True,
+        )
+        if label_ids is not None:
+            features["label"] = [-1 if i == -1 else label_ids[i] for i in examples["label"]]
+        return features
+
+    return dataset.map(
+        tokenize_batch,
+        batched=True,
+        load_from_cache_file=not data_args.overwrite_cache,
+        desc="Tokenizing",
+    )
+
+
+def make_compute_metrics(task_name: str, label_ids: list[int] | None):
+    metric = GlueMetric(task_name)
+
+    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+        logits, labels = first(prediction.predictions), prediction.label_ids
+        if label_ids is None:
+            result = metric.compute(predictions=logits[:, 0], references=labels)
+        else:
+            # Back to the task's numbering: F1 is that of the task's class 1.
+            task_ids = np.argsort(label_ids)
+            result = metric.compute(
+                predictions=task_ids[logits.argmax(axis=1)], references=task_ids[labels]
+            )
+        if len(result) > 1:
+            result["combined_score"] = float(np.mean(list(result.values())))
+        return result
+
+    return compute_metrics
+
+
+def first(predictions):
+    """The logits: models may return more, such as hidden states."""
+    return predictions[0] if isinstance(predictions, tuple) else predictions
+
+
+def select_split(raw_datasets, split: str, max_samples: int | None):
+    if split not in raw_datasets:
+        raise ValueError(f"The data must have the split {split!r} (got {', '.join(raw_datasets)}).")
+    dataset = raw_datasets[split]
+    return dataset if max_samples is None else dataset.select(range(min(max_samples, len(dataset))))
+
+
+def split_names(task_name: str, split: str) -> dict[str, str]:
+    """Name for the results -> name of the split. MNLI has two sets to evaluate on."""
+    if task_name == "mnli" and split != "train":
+        return {"mnli": f"{split}_matched", "mnli-mm": f"{split}_mismatched"}
+    return {task_name: split}
+
+
+def train(trainer: Trainer, checkpoint: str | None) -> None:
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
+    trainer.save_model()
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+
+
+def evaluate(trainer: Trainer, eval_sets: dict) -> None:
+    metrics = {}
+    for name, dataset in eval_sets.items():
+        set_metrics = trainer.evaluate(dataset)
+        set_metrics["eval_samples"] = len(dataset)
+        if name == "mnli-mm":
+            set_metrics = {f"{k}_mm": v for k, v in set_metrics.items() if k.startswith("eval_")}
+        metrics.update(set_metrics)
+    trainer.log_metrics("eval", metrics)
+    trainer.save_metrics("eval", metrics)
+
+
+def evaluate_at_budgets(trainer: Trainer, eval_sets: dict) -> None:
+    for name, dataset in eval_sets.items():
+        rows = evaluate_budgets(trainer, dataset)
+        if trainer.is_world_process_zero():
+            print(f"\n{name}, {len(dataset)} examples\n\n{format_budget_table(rows)}\n")
+            path = Path(trainer.args.output_dir, f"budget_results_{name}.json")
+            path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:
+    for name, dataset in predict_sets.items():
+        # The test labels are placeholders, and no loss is defined for them.
+        logits = first(trainer.predict(dataset.remove_columns("label")).predictions)
+        if task.is_regression:
+            answers = [f"{score:.3f}" for score in logits[:, 0]]
+        else:
+            answers = [trainer.model.config.id2label[i] for i in logits.argmax(axis=1).tolist()]
+        if trainer.is_world_process_zero():
+            lines = ["index\tprediction", *(f"{i}\t{a}" for i, a in enumerate(answers))]
+            path = Path(trainer.args.output_dir, f"predict_results_{name}.txt")
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            logger.info(f"Predictions written to {path}.")
+
+
+def main(args: list[str] | None = None) -> None:
+    model_args, data_args, gating_args, training_args = parse_arguments(
+        sys.argv[1:] if args is None else args
+    )
+    set_up_logging(training_args)
+    task = GLUE_TASKS[data_args.task_name]
+    checkpoint = find_checkpoint(training_args)
+
+    # The model comes right after the seed, so that the variants draw the same classifier.
+    set_seed(training_args.seed)
+    model = load_model(model_args, gating_args, task)
+    has_cct = bool(getattr(model.config, "cct_budgets", None))
+    for name in ("eval_budgets", "cct_noise_steps"):
+        if getattr(gating_args, name) and not has_cct:
+            raise ValueError(
+                f"`{name}` needs a model with CCT gates: convert one with `cct_budgets`, or start "
+                f"from a checkpoint that has them (got {model_args.model_name_or_path})."
+            )
+    label_ids = None if task.is_regression else label_order(model, task)
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.tokenizer_name or model_args.model_name_or_path, **model_args.hub_kwargs()
+    )
+    if data_args.max_seq_length > tokenizer.model_max_length:
+        logger.warning(
+            f"max_seq_length {data_args.max_seq_length} is more than the model takes; "
+            f"{tokenizer.model_max_length} is used."
+        )
+
+    def prepare(split: str, max_samples: int | None) -> dict:
+        return {
+            name: tokenize(
+                select_split(raw_datasets, part, max_samples), tokenizer, data_args, label_ids
+            )
+            for name, part in split_names(data_args.task_name, split).items()
+        }
+
+    train_sets = eval_sets = predict_sets = {}
+    with training_args.main_process_first(desc="preparing the data"):
+        raw_datasets = load_raw_datasets(model_args, data_args)
+        if training_args.do_train:
+            train_sets = prepare("train", data_args.max_train_samples)
+        if training_args.do_eval or gating_args.eval_budgets:
+            eval_sets = prepare("validation", data_args.max_eval_samples)
+        if training_args.do_predict:
+            predict_sets = prepare("test", data_args.max_predict_samples)
+
+    if data_args.pad_to_max_length:
+        collator = default_data_collator
+    else:
+        # Tensor cores want lengths that are multiples of 8.
+        half = training_args.fp16 or training_args.bf16
+        collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if half else None)
+
+    trainer = Trainer(
+        model=model,
+        args=training_args,
+        train_dataset=next(iter(train_sets.values()), None),
+        eval_dataset=next(iter(eval_sets.values()), None),
+        compute_metrics=make_compute_metrics(data_args.task_name, label_ids),
+        processing_class=tokenizer,
+        data_collator=collator,
+        callbacks=[CCTNoiseCallback(gating_args.cct_noise_steps)] if has_cct else None,
+    )
+    if training_args.do_train:
+        train(trainer, checkpoint)
+    if training_args.do_eval:
+        evaluate(trainer, eval_sets)
+    if gating_args.eval_budgets:
+        evaluate_at_budgets(trainer, eval_sets)
+    if training_args.do_predict:
+        predict(trainer, predict_sets, task)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(
+            finetuned_from=model_args.model_name_or_path,
+            tasks="text-classification",
+            language="en",
+            dataset=f"GLUE {data_args.task_name.upper()}",
+            dataset_tags="glue",
+            dataset_args=data_args.task_name,
+        )
+
+
+if __name__ == "__main__":
+    main()

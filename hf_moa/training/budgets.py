@@ -1,0 +1,172 @@
+"""Quality, measured compute and time of one CCT model at each of its budgets.
+
+rows = evaluate_budgets(trainer)
+print(format_budget_table(rows))
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import torch
+from transformers import Trainer
+
+Budget = float | tuple[float, float]
+
+# Trainer's own timing entries: `seconds` is measured here, and its rates follow from it.
+_SPEED_SUFFIXES = (
+    "_runtime",
+    "_samples_per_second",
+    "_steps_per_second",
+    "_model_preparation_time",
+    "_jit_compilation_time",
+)
+
+
+def _as_budget(budget) -> Budget:
+    # A pair (encoder, decoder) comes back from a saved config as a list.
+    return tuple(budget) if isinstance(budget, list | tuple) else budget
+
+
+def _size(budget: Budget) -> float:
+    return sum(budget) if isinstance(budget, tuple) else budget
+
+
+class _ComputeFractionRecorder:
+    """Collects the output field `compute_fraction` of every forward call inside a `with` block.
+
+    The field is in `config.keys_to_ignore_at_inference`, so `Trainer` does not hand it out itself.
+    """
+
+    def __init__(self, model: torch.nn.Module, trainer: Trainer):
+        self.model = model
+        self.gather = trainer.accelerator.gather_for_metrics
+        self.fractions: list[torch.Tensor] = []
+
+    def _record(self, module, args, output) -> None:
+        fraction = getattr(output, "compute_fraction", None)
+        if fraction is not None:
+            # Over processes, as Trainer gathers logits: repeated samples of the last batch dropped.
+            self.fractions.append(self.gather(fraction.detach()))
+
+    def __enter__(self):
+        self._handle = self.model.register_forward_hook(self._record)
+        return self
+
+    def __exit__(self, *exc_info):
+        self._handle.remove()
+
+    def mean(self) -> float:
+        """The mean over sequences (not over batches, whose sizes differ)."""
+        if not self.fractions:
+            raise ValueError(
+                f"{type(self.model).__name__} returned no `compute_fraction`. Its outputs must be "
+                "ModelOutputs with that field (`config.return_dict=True`)."
+            )
+        return torch.cat([fraction.double().cpu() for fraction in self.fractions]).mean().item()
+
+
+def evaluate_budgets(
+    trainer: Trainer,
+    eval_dataset=None,
+    budgets: Sequence[Budget] | None = None,
+    metric_key_prefix: str = "eval",
+) -> list[dict]:
+    """Evaluates the trainer's CCT model once at each budget.
+
+    Args:
+        trainer: a `Trainer` whose model has CCT gates.
+        eval_dataset: the dataset; default: `trainer.eval_dataset`.
+        budgets: the budgets, each one of `model.config.cct_budgets`; default: each of those once,
+            largest first.
+        metric_key_prefix: prefix of the metrics' names.
+
+    Returns:
+        One dict per budget, in the given order:
+
+        - `budget`: the budget;
+        - `compute_fraction`: the share of the gated computation that was carried out, as the model
+          measures it, averaged over the sequences (with generation: over forward calls and
+          sequences);
+        - `seconds`: wall-clock time of the whole prediction loop, data loading, transfers and
+          metrics included, after one untimed batch at the same budget. On a busy machine, or with
+          a model so small that the loop's own cost dominates, it says little about the model;
+        - the loss and whatever the trainer's `compute_metrics` returns, under
+          `{metric_key_prefix}_...`.
+
+        Afterwards the model is at its default budget (`set_budget(None)`), also when an error
+        ended the evaluation.
+
+    Raises:
+        ValueError: the model has no CCT gates; a budget is not in `config.cct_budgets`; `budgets`
+            is empty; there is no evaluation dataset, or several.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    trained_budgets = getattr(model.config, "cct_budgets", None)
+    if not trained_budgets:
+        raise ValueError(
+            "`evaluate_budgets` needs a model with CCT gates (`config.cct_budgets` set; got a "
+            f"{type(model).__name__} without). `upcycle(model, cct_budgets=[...])` adds them."
+        )
+    eval_dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
+    if eval_dataset is None or isinstance(eval_dataset, dict):
+        raise ValueError(
+            "`eval_dataset` must be one dataset, given here or to the trainer "
+            f"(got {'a dict of datasets' if eval_dataset is not None else None})."
+        )
+    trained_budgets = sorted({_as_budget(b) for b in trained_budgets}, key=_size, reverse=True)
+    budgets = trained_budgets if budgets is None else [_as_budget(b) for b in budgets]
+    if not budgets:
+        raise ValueError(f"`budgets` must name at least one of {trained_budgets} (got {budgets}).")
+
+    first_batch_size = trainer.args.eval_batch_size * trainer.args.world_size
+    first_batch = list(itertools.islice(iter(eval_dataset), first_batch_size))
+    rows = []
+    try:
+        for budget in budgets:
+            model.set_budget(budget)
+            _warm_up(trainer, first_batch)
+            with _ComputeFractionRecorder(model, trainer) as recorder:
+                start = time.perf_counter()
+                metrics = trainer.predict(eval_dataset, metric_key_prefix=metric_key_prefix).metrics
+                seconds = time.perf_counter() - start
+            rows.append(
+                {
+                    "budget": budget,
+                    "compute_fraction": recorder.mean(),
+                    "seconds": seconds,
+                    **{k: v for k, v in metrics.items() if not k.endswith(_SPEED_SUFFIXES)},
+                }
+            )
+    finally:
+        model.set_budget(None)
+    return rows
+
+
+def _warm_up(trainer: Trainer, batch: list) -> None:
+    # Without the metrics: some are undefined on a few examples.
+    compute_metrics, trainer.compute_metrics = trainer.compute_metrics, None
+    try:
+        trainer.predict(batch)
+    finally:
+        trainer.compute_metrics = compute_metrics
+
+
+def format_budget_table(rows: Sequence[dict]) -> str:
+    """The rows of `evaluate_budgets` as a Markdown table, floats with four significant digits.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if not rows:
+        raise ValueError("`rows` must hold at least one row of `evaluate_budgets` (got none).")
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+
+    def cell(value) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    def line(cells) -> str:
+        return "| " + " | ".join(cells) + " |"
+
+    body = [line(cell(row.get(column, "")) for column in columns) for row in rows]
+    return "\n".join([line(columns), "|" + "---|" * len(columns), *body])

@@ -1,0 +1,307 @@
+"""`examples/run_glue.py` end to end: a tiny random BERT on a tiny MRPC, a few steps on the CPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, BertTokenizer
+
+import hf_moa
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "run_glue.py"
+SENTENCE = "the a cat dog sat ran on under mat tree red blue . it she he was not very"
+WORDS = SENTENCE.split()
+
+
+@pytest.fixture(scope="module")
+def run_glue():
+    spec = importlib.util.spec_from_file_location("run_glue", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    # HfArgumentParser looks the module up to resolve the dataclasses' annotations.
+    sys.modules["run_glue"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["run_glue"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A bare BERT encoder with its tokenizer."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (path / "vocab.txt").write_text("\n".join(vocab) + "\n")
+    BertTokenizer(vocab=str(path / "vocab.txt"), model_max_length=32).save_pretrained(path)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(vocab),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+    )
+    BertModel(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def glue_dir(tmp_path_factory):
+    """MRPC in its published form: 24 training, 7 development and 5 test pairs."""
+    path = tmp_path_factory.mktemp("glue")
+    (path / "MRPC").mkdir()
+
+    def write(name, first_column, num_rows):
+        rows = [[first_column, "#1 ID", "#2 ID", "#1 String", "#2 String"]]
+        for i in range(num_rows):
+            first = f"the {WORDS[2 + i % 2]} sat on the {WORDS[8 + i % 2]} ."
+            second = first if i % 3 else "it was not very red ."
+            label = str(int(i % 3 > 0)) if first_column == "Quality" else str(i)
+            rows.append([label, str(i), str(i), first, second])
+        lines = "".join("\t".join(row) + "\n" for row in rows)
+        (path / "MRPC" / name).write_text(lines, encoding="utf-8-sig")
+
+    write("train.tsv", "Quality", 24)
+    write("dev.tsv", "Quality", 7)
+    write("test.tsv", "index", 5)
+    return str(path)
+
+
+@pytest.fixture
+def arguments(checkpoint, glue_dir, tmp_path):
+    return {
+        "model_name_or_path": checkpoint,
+        "task_name": "mrpc",
+        "data_dir": glue_dir,
+        "max_seq_length": 24,
+        "output_dir": str(tmp_path / "out"),
+        "do_train": True,
+        "do_eval": True,
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+
+
+def command_line(arguments):
+    """`{"a": [1, 2]}` -> `["--a", "1", "2"]`."""
+    args = []
+    for name, value in arguments.items():
+        values = value if isinstance(value, list) else [value]
+        args += [f"--{name}", *map(str, values)]
+    return args
+
+
+def read_json(arguments, name):
+    return json.loads(Path(arguments["output_dir"], name).read_text())
+
+
+def saved_model(arguments):
+    return AutoModelForSequenceClassification.from_pretrained(arguments["output_dir"])
+
+
+def test_baseline_as_a_script_with_arguments_from_a_json_file(arguments, tmp_path):
+    arguments.update(do_predict=True, pad_to_max_length=False, max_train_samples=20)
+    (tmp_path / "arguments.json").write_text(json.dumps(arguments))
+    # The repository's own package, installed or not.
+    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, SCRIPT, tmp_path / "arguments.json"], check=True, env=env)
+
+    model = saved_model(arguments)
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert model.config.id2label == {0: "not_equivalent", 1: "equivalent"}
+    assert read_json(arguments, "train_results.json")["train_samples"] == 20
+    results = read_json(arguments, "eval_results.json")
+    assert results["eval_samples"] == 7
+    mean = (results["eval_accuracy"] + results["eval_f1"]) / 2
+    assert results["eval_combined_score"] == pytest.approx(mean)
+    predictions = Path(arguments["output_dir"], "predict_results_mrpc.txt").read_text().split("\n")
+    assert predictions[0] == "index\tprediction"
+    assert [line.split("\t")[0] for line in predictions[1:-1]] == list("01234")
+    assert {line.split("\t")[1] for line in predictions[1:-1]} <= {"equivalent", "not_equivalent"}
+
+
+def test_mae_trains_and_saves_a_gated_model(run_glue, arguments):
+    arguments.update(attention_type="mae", mae_num_dropped_heads=2)
+    run_glue.main(command_line(arguments))
+    model = saved_model(arguments)
+    assert isinstance(model, hf_moa.MoaBertForSequenceClassification)
+    assert model.config.attention_type == "mae"
+    assert model.config.mae_num_dropped_heads == 2
+    assert read_json(arguments, "eval_results.json")["eval_samples"] == 7
+
+
+def test_moa_trains_and_saves_a_gated_model(run_glue, arguments):
+    fields = {
+        "attention_type": "moa",
+        "num_attention_experts": 6,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "router_type": "noisy_topk",
+        "ffn_type": "moe",
+        "num_ffn_experts": 3,
+        "num_ffn_experts_per_token": 1,
+    }
+    run_glue.main(command_line({**arguments, **fields}))
+    config = saved_model(arguments).config
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_cct_anneals_its_noise_and_is_evaluated_at_each_budget(run_glue, arguments, capsys, monkeypatch):
+    scales = []
+    model_class = hf_moa.MoaBertForSequenceClassification
+    monkeypatch.setattr(model_class, "set_cct_noise_scale", lambda self, scale: scales.append(scale))
+    arguments.update(
+        attention_type="mha", cct_budgets=[1, 0.5, 0.5, 0.25], cct_noise_steps=2, eval_budgets=True
+    )
+    run_glue.main(command_line(arguments))
+    assert scales == [0.0, 2.5, 5.0]
+    rows = read_json(arguments, "budget_results_mrpc.json")
+    assert [row["budget"] for row in rows] == [1.0, 0.5, 0.25]
+    assert all(0 < row["compute_fraction"] <= 1 for row in rows)
+    # The default budget is the largest.
+    assert rows[0]["eval_f1"] == read_json(arguments, "eval_results.json")["eval_f1"]
+    table = capsys.readouterr().out
+    assert "mrpc, 7 examples" in table
+    assert "| budget | compute_fraction | seconds | eval_loss | eval_accuracy |" in table
+
+
+def test_variants_start_from_the_same_function(run_glue, arguments):
+    """Before training, MAE and CCT predict what the baseline predicts, new classifier included."""
+    model_args = run_glue.ModelArguments(arguments["model_name_or_path"])
+    task = run_glue.GLUE_TASKS["mrpc"]
+    inputs = {"input_ids": torch.tensor([[2, 5, 7, 9, 3, 6, 8, 3]])}
+    logits = []
+    for gating in (
+        {"attention_type": "none"},
+        {"attention_type": "mha"},
+        {"attention_type": "mae"},
+        {"attention_type": "mha", "cct_budgets": [1.0, 0.5]},
+    ):
+        run_glue.set_seed(3)
+        model = run_glue.load_model(model_args, run_glue.GatingArguments(**gating), task).eval()
+        with torch.no_grad():
+            logits.append(model(**inputs).logits)
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0])
+
+
+def test_stopped_run_resumes_as_if_it_had_not_stopped(run_glue, arguments, tmp_path):
+    arguments.update(
+        attention_type="mha",
+        cct_budgets=[1, 0.5],
+        cct_noise_steps=4,
+        lr_scheduler_type="constant",
+        save_strategy="steps",
+        save_steps=2,
+        do_eval=False,
+    )
+    whole = {**arguments, "max_steps": 4, "output_dir": str(tmp_path / "whole")}
+    run_glue.main(command_line(whole))
+    run_glue.main(command_line({**arguments, "max_steps": 2}))
+    run_glue.main(command_line({**arguments, "max_steps": 4}))
+    expected = saved_model(whole).state_dict()
+    for name, value in saved_model(arguments).state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+    assert not torch.equal(
+        AutoModelForSequenceClassification.from_pretrained(
+            Path(arguments["output_dir"], "checkpoint-2")
+        ).classifier.weight,
+        expected["classifier.weight"],
+    )
+
+
+def test_converted_checkpoint_is_taken_as_it_is(run_glue, arguments, tmp_path):
+    converted = {**arguments, "attention_type": "mae", "output_dir": str(tmp_path / "first")}
+    run_glue.main(command_line(converted))
+    arguments["model_name_or_path"] = converted["output_dir"]
+    arguments.update(do_train=False)
+    for attention_type in ("none", "mae"):
+        run_glue.main(command_line({**arguments, "attention_type": attention_type}))
+        results = read_json(arguments, "eval_results.json")
+        assert results["eval_loss"] == read_json(converted, "eval_results.json")["eval_loss"]
+    with pytest.raises(ValueError, match=r"converted checkpoint already.*`mae_num_dropped_heads`"):
+        run_glue.main(command_line({**arguments, "attention_type": "mae", "mae_num_dropped_heads": 2}))
+
+
+def test_checkpoint_that_numbers_the_classes_differently(run_glue, arguments, tmp_path):
+    """A model with the classes swapped has the same metrics, F1 included, and the same answers."""
+    run_glue.main(command_line(arguments))
+    model = saved_model(arguments)
+    with torch.no_grad():
+        # A bias that splits the development set, so that F1 of either class is its own number.
+        model.classifier.bias.copy_(torch.tensor([0.2, 0.0]))
+        model.save_pretrained(tmp_path / "plain")
+        for parameter in model.classifier.parameters():
+            parameter.copy_(parameter.flip(0))
+    model.config.id2label = {0: "equivalent", 1: "not_equivalent"}
+    model.config.label2id = {"equivalent": 0, "not_equivalent": 1}
+    model.save_pretrained(tmp_path / "swapped")
+    results = {}
+    for name in ("plain", "swapped"):
+        out = {
+            **arguments,
+            "model_name_or_path": str(tmp_path / name),
+            "tokenizer_name": arguments["model_name_or_path"],
+            "output_dir": str(tmp_path / f"out-{name}"),
+            "do_train": False,
+            "do_predict": True,
+        }
+        run_glue.main(command_line(out))
+        results[name] = [
+            {k: v for k, v in read_json(out, "eval_results.json").items() if "per_sec" not in k},
+            Path(out["output_dir"], "predict_results_mrpc.txt").read_text(),
+        ]
+        for key in ("eval_runtime", "eval_model_preparation_time"):
+            results[name][0].pop(key, None)
+    assert results["plain"] == results["swapped"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task_name": "squad"}, r"`task_name` must be one of cola.*\(got 'squad'\)"),
+        ({"mae_num_dropped_heads": 2}, r"`mae_num_dropped_heads` .*need `attention_type`"),
+        ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT gates"),
+        ({"cct_noise_steps": 5}, "`cct_noise_steps` needs a model with CCT gates"),
+        ({"task_name": "rte"}, "`data_dir` must hold the folder RTE"),
+    ],
+)
+def test_arguments_that_cannot_work_are_errors(run_glue, arguments, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run_glue.main(command_line({**arguments, **changes}))
+
+
+def test_split_without_data_is_an_error(run_glue):
+    with pytest.raises(ValueError, match=r"must have the split 'test' \(got train, validation\)"):
+        run_glue.select_split({"train": [], "validation": []}, "test", None)
+
+
+def test_regression_on_stsb(run_glue, arguments, tmp_path):
+    (tmp_path / "STS-B").mkdir()
+    columns = ["index", "genre", "filename", "year", "old_index", "source1", "source2"]
+    columns += ["sentence1", "sentence2"]
+    for name, num_rows in (("train", 8), ("dev", 5), ("test", 3)):
+        labels = name != "test"
+        lines = ["\t".join(columns + ["score"] * labels)]
+        for i in range(num_rows):
+            row = [str(i), "g", "f", "y", "o", "s", "s", f"the {WORDS[i]} .", f"a {WORDS[-i]} ."]
+            lines.append("\t".join(row + [f"{i / 2:.3f}"] * labels))
+        (tmp_path / "STS-B" / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    arguments.update(task_name="stsb", data_dir=str(tmp_path), do_predict=True)
+    run_glue.main(command_line(arguments))
+    assert saved_model(arguments).config.num_labels == 1
+    results = read_json(arguments, "eval_results.json")
+    assert -1 <= results["eval_pearson"] <= 1
+    assert -1 <= results["eval_spearmanr"] <= 1
+    predictions = Path(arguments["output_dir"], "predict_results_stsb.txt").read_text()
+    assert [float(line.split("\t")[1]) for line in predictions.splitlines()[1:]]

@@ -1,0 +1,203 @@
+"""`evaluate_budgets` on a model whose compute fractions are known exactly."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.modeling_outputs import ModelOutput
+
+from hf_moa import MoaBertConfig, MoaBertForSequenceClassification
+from hf_moa.training import evaluate_budgets, format_budget_table
+
+# Means over 5 sequences, in batches of 2, 2 and 1: a mean of batch means would differ.
+WORK = [0.1, 0.2, 0.3, 0.4, 1.0]
+MEAN_WORK = 0.4
+
+
+@dataclass
+class FakeOutput(ModelOutput):
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    compute_fraction: torch.Tensor | None = None
+
+
+class FakeCCTModel(torch.nn.Module):
+    """Spends `budget * work` on a sequence and notes every budget it is set to."""
+
+    def __init__(self, cct_budgets=(0.5, 1, 1, 0.25)):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.config = SimpleNamespace(
+            cct_budgets=cct_budgets, keys_to_ignore_at_inference=["compute_fraction"]
+        )
+        self.set_to = []
+        self.batch_sizes = []
+
+    def set_budget(self, budget):
+        if budget is not None and budget not in self.config.cct_budgets:
+            raise ValueError(f"budget must be one of {self.config.cct_budgets} (got {budget!r}).")
+        self.set_to.append(budget)
+
+    def forward(self, work, labels=None):
+        self.batch_sizes.append(len(work))
+        budget = self.set_to[-1]
+        budget = sum(budget) / 2 if isinstance(budget, tuple) else budget
+        logits = torch.stack([work - budget, budget - work], dim=-1)
+        return FakeOutput(loss=self.weight.sum() + budget, logits=logits, compute_fraction=work * budget)
+
+
+def make_trainer(model, tmp_path, **kwargs):
+    args = TrainingArguments(
+        output_dir=str(tmp_path), per_device_eval_batch_size=2, disable_tqdm=True, use_cpu=True
+    )
+    data = [{"work": torch.tensor(work), "labels": torch.tensor(1)} for work in WORK]
+    kwargs = {"eval_dataset": data, **kwargs}
+    return Trainer(model=model, args=args, compute_metrics=accuracy, **kwargs)
+
+
+def accuracy(prediction):
+    assert prediction.predictions.shape == (5, 2)  # neither a tuple nor the warm-up batch
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def test_each_budget_once_and_largest_first(tmp_path):
+    model = FakeCCTModel()
+    rows = evaluate_budgets(make_trainer(model, tmp_path))
+    assert [row["budget"] for row in rows] == [1, 0.5, 0.25]
+    assert [row["compute_fraction"] for row in rows] == pytest.approx(
+        [MEAN_WORK, MEAN_WORK / 2, MEAN_WORK / 4]
+    )
+    # Class 1 wherever work < budget; a tie goes to class 0.
+    assert [row["eval_accuracy"] for row in rows] == pytest.approx([0.8, 0.8, 0.4])
+    assert [row["eval_loss"] for row in rows] == pytest.approx([1, 0.5, 0.25])
+    assert all(row["seconds"] > 0 for row in rows)
+    assert set(rows[0]) == {
+        "budget",
+        "compute_fraction",
+        "seconds",
+        "eval_loss",
+        "eval_accuracy",
+    }
+
+
+def test_one_batch_warms_up_each_budget_and_does_not_count(tmp_path):
+    model = FakeCCTModel()
+    evaluate_budgets(make_trainer(model, tmp_path), budgets=[1, 0.5])
+    assert model.batch_sizes == [2, 2, 2, 1] * 2
+
+
+def test_given_dataset_budgets_and_prefix(tmp_path):
+    model = FakeCCTModel()
+    data = [{"work": torch.tensor(0.5), "labels": torch.tensor(1)}] * 5
+    trainer = make_trainer(model, tmp_path, eval_dataset=None)
+    rows = evaluate_budgets(trainer, data, budgets=[0.5], metric_key_prefix="test")
+    assert rows[0]["compute_fraction"] == pytest.approx(0.25)
+    assert rows[0]["test_accuracy"] == 0.0
+    assert model.set_to == [0.5, None]
+
+
+def test_pairs_of_budgets_are_ordered_by_their_sum(tmp_path):
+    model = FakeCCTModel(cct_budgets=[(0.5, 0.5), (0.25, 1.0), (1.0, 1.0)])
+    rows = evaluate_budgets(make_trainer(model, tmp_path))
+    assert [row["budget"] for row in rows] == [(1.0, 1.0), (0.25, 1.0), (0.5, 0.5)]
+    assert rows[1]["compute_fraction"] == pytest.approx(MEAN_WORK * 0.625)
+
+
+def test_budget_is_restored_after_an_error(tmp_path):
+    model = FakeCCTModel()
+    trainer = make_trainer(model, tmp_path)
+    with pytest.raises(ValueError, match=r"budget must be one of .* \(got 0\.3\)"):
+        evaluate_budgets(trainer, budgets=[1, 0.3])
+    assert model.set_to[-1] is None
+    assert not model._forward_hooks
+    assert trainer.compute_metrics is accuracy
+
+
+def test_model_without_cct_is_an_error(tmp_path):
+    trainer = make_trainer(FakeCCTModel(cct_budgets=None), tmp_path)
+    with pytest.raises(ValueError, match=r"needs a model with CCT gates .*FakeCCTModel"):
+        evaluate_budgets(trainer)
+
+
+def test_one_dataset_and_at_least_one_budget_are_needed(tmp_path):
+    trainer = make_trainer(FakeCCTModel(), tmp_path, eval_dataset=None)
+    with pytest.raises(ValueError, match=r"`eval_dataset` must be one dataset.*got None"):
+        evaluate_budgets(trainer)
+    with pytest.raises(ValueError, match=r"`eval_dataset` must be one dataset.*got a dict"):
+        evaluate_budgets(trainer, {"matched": [], "mismatched": []})
+    with pytest.raises(ValueError, match=r"`budgets` must name at least one of \[1, 0\.5, 0\.25\]"):
+        evaluate_budgets(trainer, [{}], budgets=[])
+
+
+def test_output_without_compute_fraction_is_an_error(tmp_path):
+    class Silent(FakeCCTModel):
+        def forward(self, work, labels=None):
+            output = super().forward(work, labels)
+            return FakeOutput(loss=output.loss, logits=output.logits)
+
+    with pytest.raises(ValueError, match="Silent returned no `compute_fraction`"):
+        evaluate_budgets(make_trainer(Silent(), tmp_path))
+
+
+def test_fractions_of_a_real_model_are_those_of_its_forward_pass(tmp_path):
+    torch.manual_seed(0)
+    config = MoaBertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        cct_budgets=[1.0, 0.5],
+    )
+    model = MoaBertForSequenceClassification(config).eval()
+    ids = torch.randint(1, 50, (5, 8))
+    data = [{"input_ids": row, "labels": torch.tensor(1)} for row in ids]
+    rows = evaluate_budgets(make_trainer(model, tmp_path, eval_dataset=data))
+    assert [row["budget"] for row in rows] == [1.0, 0.5]
+    for row in rows:
+        with torch.no_grad():
+            fractions = model(ids, budget=row["budget"]).compute_fraction
+        assert fractions.shape == (5,)
+        assert row["compute_fraction"] == pytest.approx(fractions.mean().item())
+    assert rows[0]["compute_fraction"] != rows[1]["compute_fraction"]
+
+
+@pytest.mark.slow
+def test_two_processes_count_every_sequence_once(tmp_path):
+    """Five sequences on two processes: one is repeated to fill the last batch."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", __file__]
+    subprocess.run([*launch, str(tmp_path)], check=True, env=env)
+    for rank in range(2):
+        world_size, rows = json.loads((tmp_path / f"rows-{rank}.json").read_text())
+        assert world_size == 2
+        assert [row["compute_fraction"] for row in rows] == pytest.approx([0.4, 0.2, 0.1])
+
+
+def test_table_is_markdown():
+    rows = [
+        {"budget": 1.0, "compute_fraction": 0.98765432, "seconds": 12.3456, "eval_f1": 0.5},
+        {"budget": (0.5, 0.25), "compute_fraction": 0.4, "seconds": 0.001},
+    ]
+    assert format_budget_table(rows).splitlines() == [
+        "| budget | compute_fraction | seconds | eval_f1 |",
+        "|---|---|---|---|",
+        "| 1 | 0.9877 | 12.35 | 0.5 |",
+        "| (0.5, 0.25) | 0.4 | 0.001 |  |",
+    ]
+    with pytest.raises(ValueError, match="`rows` must hold at least one row"):
+        format_budget_table([])
+
+
+if __name__ == "__main__":  # one process of `test_two_processes_count_every_sequence_once`
+    folder = Path(sys.argv[1])
+    trainer = make_trainer(FakeCCTModel(), folder)
+    answer = json.dumps([trainer.args.world_size, evaluate_budgets(trainer)])
+    (folder / f"rows-{trainer.args.process_index}.json").write_text(answer)
