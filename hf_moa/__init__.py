@@ -28,14 +28,15 @@ from .upcycle import upcycle
 __version__ = "0.1.0"
 
 AutoConfig.register("moa_bert", MoaBertConfig, exist_ok=True)
-AutoModel.register(MoaBertConfig, MoaBertModel, exist_ok=True)
-AutoModelForMaskedLM.register(MoaBertConfig, MoaBertForMaskedLM, exist_ok=True)
-AutoModelForMultipleChoice.register(MoaBertConfig, MoaBertForMultipleChoice, exist_ok=True)
-AutoModelForQuestionAnswering.register(MoaBertConfig, MoaBertForQuestionAnswering, exist_ok=True)
-AutoModelForSequenceClassification.register(
-    MoaBertConfig, MoaBertForSequenceClassification, exist_ok=True
-)
-AutoModelForTokenClassification.register(MoaBertConfig, MoaBertForTokenClassification, exist_ok=True)
+for _auto, _model in (
+    (AutoModel, MoaBertModel),
+    (AutoModelForMaskedLM, MoaBertForMaskedLM),
+    (AutoModelForMultipleChoice, MoaBertForMultipleChoice),
+    (AutoModelForQuestionAnswering, MoaBertForQuestionAnswering),
+    (AutoModelForSequenceClassification, MoaBertForSequenceClassification),
+    (AutoModelForTokenClassification, MoaBertForTokenClassification),
+):
+    _auto.register(MoaBertConfig, _model, exist_ok=True)
 
 __all__ = [
     "MoaBertConfig",
