@@ -23,7 +23,7 @@ OPEN_GATE_LOGIT = 4.0
 
 class ControlNetwork(nn.Module):
     """Gates of n parts for each token: `g = sigmoid(G(x) + alpha * N(0, 1))` in training, the hard
-    decision `sigmoid(G(x)) >= 0.5` in eval (Bapna et al. 2020, eq. 2-4).
+    decision `sigmoid(G(x)) >= 0.5` in eval (Bapna et al. 2020).
 
     G is Linear(d, hidden), ReLU, Linear(hidden, n).
 
@@ -61,7 +61,7 @@ class AttentionGates(NamedTuple):
 
 
 class GatedAttentionControl(nn.Module):
-    """CCT's part in one attention layer (Bapna et al. 2020, 3.2).
+    """CCT's part in one attention layer (Bapna et al. 2020).
 
     One gate for the key and value projections of a token, one for its query, attention and output:
     `K = g_kv LN(Y Wk)`, `V = g_kv LN(Y Wv)`, `z = x + g_q LN(a) Wo`. A skipped key has logit 0 and

@@ -1,4 +1,4 @@
-"""What CCT's gates cost, and the loss that holds the cost to the budget (Bapna et al. 2020, 3.3).
+"""What CCT's gates cost, and the loss that holds the cost to the budget (Bapna et al. 2020).
 
 Costs are multiply-accumulates of what the gates can skip: the layer's real projections and the
 attention over the keys that are visible and not skipped. Control networks, norms, embeddings and
@@ -86,7 +86,7 @@ def compute_fraction(used: Tensor, full: Tensor) -> Tensor:
 
 
 def budget_loss(used: Tensor, full: Tensor, *, index: Tensor, budgets: list[float]) -> Tensor:
-    """`|C_budget - C_util| / C_budget` (Bapna et al. 2020, eq. 8) for each budget in the batch.
+    """`|C_budget - C_util| / C_budget` (Bapna et al. 2020) for each budget in the batch.
 
     The sequences that drew the same budget form a group: `C_util` is what the group used,
     `C_budget` its budget times the group's full cost. Groups are weighted by their share of the

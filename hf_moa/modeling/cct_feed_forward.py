@@ -1,4 +1,4 @@
-"""CCT's part in a feed-forward layer: M parts, each with its own gate (Bapna et al. 2020, 3.2)."""
+"""CCT's part in a feed-forward layer: M parts, each with its own gate (Bapna et al. 2020)."""
 
 from __future__ import annotations
 

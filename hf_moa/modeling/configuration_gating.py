@@ -37,7 +37,7 @@ class GatingConfig:
             `"mha"` (the plain backbone), `"mae"` (Peng et al. 2020, a mixture of subsets of heads) or
             `"moa"` (Zhang et al. 2022, k attention heads routed per token).
         mae_num_dropped_heads (`int`, defaults to 1):
-            Heads that each MAE expert leaves out: t of Peng et al. eq. 5. For 8 heads, 1 is "MAE-7"
+            Heads that each MAE expert leaves out: t of Peng et al. 2020. For 8 heads, 1 is "MAE-7"
             with 8 experts and 2 is "MAE-6" with 28.
         mae_gate_type (`str`, defaults to `"learned"`):
             `"learned"`, or `"uniform"` for UNI-MAE, which has no gate parameters.

@@ -30,7 +30,7 @@ class GatedModel:
         super().__init__(config, *args, **kwargs)
 
     def set_mae_phase(self, phase: str) -> None:
-        """Choose what a training step of an MAE model does (Peng et al. 2020, algorithm 1).
+        """Choose what a training step of an MAE model does (Peng et al. 2020).
 
         Args:
             phase: `"mixture"` (all experts weighted by the gate; joint training), `"gate"` (the G
@@ -79,7 +79,7 @@ class GatedModel:
             control.choose(budget)
 
     def set_cct_noise_scale(self, scale: float) -> None:
-        """Set alpha, the scale of the noise on CCT's gates in training (Bapna et al. 2020, eq. 3).
+        """Set alpha, the scale of the noise on CCT's gates in training (Bapna et al. 2020).
 
         Raises:
             ValueError: the model has no CCT, or the scale is negative or not finite.

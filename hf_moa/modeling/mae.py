@@ -3,8 +3,8 @@
 The experts are all subsets S of the h heads that drop t of them, in lexicographic order of the
 dropped heads. With `H_j` the output of head j, its block of the output projection included,
 
-    f_S(X) = h / (h - t) * sum_{j not in S} H_j          (eq. 5)
-    Z      = sum_S g_S(X) f_S(X)                         (eq. 3)
+    f_S(X) = h / (h - t) * sum_{j not in S} H_j
+    Z      = sum_S g_S(X) f_S(X)
 
 The mixture collapses to one weight per head, which is how it is computed:
 
@@ -73,7 +73,7 @@ def windowed_mean(x: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
 
 
 class MaeGate(nn.Module):
-    """The gate network g: pooled inputs -> a distribution over experts (Peng et al. 2020, 3.1).
+    """The gate network g: pooled inputs -> a distribution over experts (Peng et al. 2020).
 
     BatchNorm, Linear(d, hidden), tanh, dropout, Linear(hidden, E), softmax. The last Linear starts
     at zero, so that a converted checkpoint computes what it did before.

@@ -3,7 +3,7 @@ Heads: Selecting Attention Heads Per Token").
 
 Each expert i has its own query and output projection; all share one key and one value projection:
 
-    y_t = sum_{i in G(t)} w_i softmax(x_t Wq_i K^T / sqrt(dh)) V Wo_i        (eq. 3-4)
+    y_t = sum_{i in G(t)} w_i softmax(x_t Wq_i K^T / sqrt(dh)) V Wo_i
 
 The router decides G and w (`routing.py`); the projections are `ExpertInput` and `ExpertOutput`.
 """

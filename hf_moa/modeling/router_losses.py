@@ -14,7 +14,7 @@ _EPSILON = 1e-10
 
 
 def load_balance_loss(probabilities: Tensor, index: Tensor, *, mask: Tensor | None) -> Tensor:
-    """`N * sum_i f_i P_i` (Zhang et al. 2022, eq. 7; Fedus et al. 2021): 1 where load is even.
+    """`N * sum_i f_i P_i` (Zhang et al. 2022; Fedus et al. 2021): 1 where load is even.
 
     f_i is the share of the k * tokens assignments that expert i got (no gradient), P_i the mean
     probability of expert i.
@@ -34,7 +34,7 @@ def load_balance_loss(probabilities: Tensor, index: Tensor, *, mask: Tensor | No
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None) -> Tensor:
-    """`mean(logsumexp(logits)^2)` over tokens (Zhang et al. 2022, eq. 8; Zoph et al. 2022).
+    """`mean(logsumexp(logits)^2)` over tokens (Zhang et al. 2022; Zoph et al. 2022).
 
     Args:
         logits: `[B, T, N]`.

@@ -1,6 +1,6 @@
 """Routers: which k of N experts a token uses, and with what weight.
 
-`TopKRouter` is the router of MoA (Zhang et al. 2022, eq. 5-6); `NoisyTopKRouter` adds the trainable
+`TopKRouter` is the router of MoA (Zhang et al. 2022); `NoisyTopKRouter` adds the trainable
 noise of Shazeer et al. 2017 (eq. 3-5). Both serve attention experts and feed-forward experts.
 """
 
@@ -34,7 +34,7 @@ class TopKRouter(nn.Module):
     """Rank N experts for each token and keep the best k.
 
     With `p = softmax(x Wg)` and G the top k of p, the weight of expert i in G is
-    `p_i / sum_{j in G} p_j` (Zhang et al. 2022, eq. 5-6).
+    `p_i / sum_{j in G} p_j` (Zhang et al. 2022).
 
     Args:
         hidden_size: d.

@@ -55,7 +55,7 @@ def mae_gate_inputs(x, padding_mask, causal, window):
 
 
 def mae_gate(x, padding_mask, gate, causal, window):
-    """g_S for every sequence (or real position), by Peng et al. 2020, section 3.1."""
+    """g_S for every sequence (or real position), by Peng et al. 2020."""
     pooled = mae_gate_inputs(x, padding_mask, causal, window)
     rows = batch_norm(torch.stack(list(pooled.values())), gate.norm, gate.training)
     hidden = torch.tanh(rows @ gate.dense.weight.T + gate.dense.bias)
@@ -97,7 +97,7 @@ def mae_attention(attention, x, padding_mask, source=None, source_mask=None):
 
 
 def moa_attention(attention, x, padding_mask):
-    """Zhang et al. 2022, eq. 3-6: a loop over tokens and experts, of a `MoaBertAttention`."""
+    """Zhang et al. 2022: a loop over tokens and experts, of a `MoaBertAttention`."""
     self_, router = attention.self, attention.self.mixture.router
     k_active, dh = router.num_selected, self_.head_dim
     rows = []
@@ -135,7 +135,7 @@ def control(network, x):
 
 
 def cct_attention(attention, x, padding_mask, source=None, source_mask=None):
-    """Bapna et al. 2020, 3.2, of a `MoaBertAttention` with plain heads, before its residual.
+    """Bapna et al. 2020, of a `MoaBertAttention` with plain heads, before its residual.
 
     In eval the keys that are gated off are left out of the scores altogether and their exp(0) terms
     are put into the denominator by hand."""
