@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertTokenizer,
 )
 
 from .modeling.configuration_moa_bert import MoaBertConfig
@@ -37,6 +39,8 @@ for _auto, _model in (
     (AutoModelForTokenClassification, MoaBertForTokenClassification),
 ):
     _auto.register(MoaBertConfig, _model, exist_ok=True)
+
+AutoTokenizer.register(MoaBertConfig, BertTokenizer, exist_ok=True)
 
 __all__ = [
     "MoaBertConfig",

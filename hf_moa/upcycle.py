@@ -205,8 +205,10 @@ def _build(
     logging.set_verbosity_error()  # the new gates are no news here
     logging.disable_progress_bar()
     try:
+        without_pooler = getattr(source, "pooler", True) is None
         model, report = target_class.from_pretrained(
             None,
+            *([False] if without_pooler else []),  # add_pooling_layer of a base model
             config=config,
             state_dict=state,
             dtype=source.dtype,

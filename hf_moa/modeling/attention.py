@@ -43,7 +43,7 @@ class GatedAttention(nn.Module):
     """Attention whose heads are a mixture and whose tokens may be skipped.
 
     A subclass sets the attributes below in `__init__`, registers its projections, and implements
-    `project_query` and `project_key_value`. It calls `self.mixture.output(linear, context, mix)`.
+    `project`. It calls `self.mixture.output(linear, context, mix)`.
 
     Attributes:
         config: read for the attention implementation only.
@@ -82,12 +82,19 @@ class GatedAttention(nn.Module):
         self.mixture = mixture
         self.cct = cct
 
-    def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
-        """`[B, T, d]` -> `[B, T, heads, dh]`."""
-        raise NotImplementedError
+    def project(
+        self, hidden_states: Tensor, source: Tensor | None, mix: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries, keys and values.
 
-    def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """`[B, S, d]` -> keys and values, each `[B, S, num_kv_heads * dh]`."""
+        Args:
+            hidden_states: `[B, T, d]`.
+            source: `[B, S, d]`, what keys and values are made of; None where they are cached.
+            mix: the mixture's decision.
+
+        Returns:
+            `[B, T, heads, dh]`, and two of `[B, S, num_kv_heads * dh]` (or None without a source).
+        """
         raise NotImplementedError
 
     def forward(
@@ -116,8 +123,9 @@ class GatedAttention(nn.Module):
         )
         source = self._source(hidden_states, encoder_hidden_states, past_key_values)
         gates = None if self.cct is None else self.cct.gates(hidden_states, source)
-        query = self.project_query(hidden_states, mix).transpose(1, 2)
-        key, value = self._key_value(source, gates, past_key_values)
+        query, key, value = self.project(hidden_states, source, mix)
+        query = query.transpose(1, 2)
+        key, value = self._key_value(key, value, gates, past_key_values)
         heads = query.shape[1]
         if self.num_kv_heads == 1 and heads > 1:
             # stride 0: one set of keys serves every head, whatever the implementation
@@ -137,7 +145,7 @@ class GatedAttention(nn.Module):
         )
         context = context.reshape(*hidden_states.shape[:-1], heads, self.head_dim)
         if gates is not None:
-            context = self.cct.gate_context(context, gates.query, joint=self.num_kv_heads > 1)
+            context = self.cct.gate_context(context, gates.query)
             mask = encoder_padding_mask if self.is_cross_attention else padding_mask
             record |= self._cct_record(gates, padding_mask, mask, past_key_values)
         return AttentionResult(context, attentions, mix, record)
@@ -164,18 +172,17 @@ class GatedAttention(nn.Module):
         return encoder_hidden_states
 
     def _key_value(
-        self, source: Tensor | None, gates: Any, past_key_values: Cache | None
+        self, key: Tensor | None, value: Tensor | None, gates: Any, past_key_values: Cache | None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, num_kv_heads, S, dh]`, from the projections and the cache."""
+        """Keys and values `[B, num_kv_heads, S, dh]`, of the projected ones and the cache."""
         cache = past_key_values
         if isinstance(cache, EncoderDecoderCache):
             cache = (
                 cache.cross_attention_cache if self.is_cross_attention else cache.self_attention_cache
             )
-        if source is None:
+        if key is None:
             layer = cache.layers[self.layer_idx]
             return layer.keys, layer.values
-        key, value = self.project_key_value(source)
         if gates is not None:
             key, value = self.cct.gate_key_value(key, value, gates.kv)
         key, value = (

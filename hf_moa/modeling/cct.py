@@ -71,7 +71,8 @@ class GatedAttentionControl(nn.Module):
         hidden_size: d.
         gate_hidden_size: of `ControlNetwork`.
         kv_size: width of the projected keys (and values) of a token.
-        context_size: width that `LN(a)` normalises: all heads, or one attention expert.
+        context_size: width that `LN(a)` normalises.
+        joint_context: whether that is all heads together, or each (attention expert) by itself.
         sublayer_norm: whether the LayerNorms are there.
         is_cross_attention: keys and values come from other tokens, with a control network of
             their own.
@@ -86,6 +87,7 @@ class GatedAttentionControl(nn.Module):
         gate_hidden_size: int,
         kv_size: int,
         context_size: int,
+        joint_context: bool,
         sublayer_norm: bool,
         is_cross_attention: bool,
         norm_eps: float,
@@ -93,6 +95,7 @@ class GatedAttentionControl(nn.Module):
     ):
         super().__init__()
         self.cost = cost
+        self.joint_context = joint_context
 
         def network(num_gates: int) -> ControlNetwork:
             return ControlNetwork(
@@ -122,14 +125,10 @@ class GatedAttentionControl(nn.Module):
         gate = gate.unsqueeze(-1).to(key.dtype)
         return self.key_norm(key) * gate, self.value_norm(value) * gate
 
-    def gate_context(self, context: Tensor, gate: Tensor, *, joint: bool) -> Tensor:
-        """`g_q LN(a)` of `context` `[B, T, heads, dh]`.
-
-        Args:
-            joint: normalise over all heads together rather than each by itself.
-        """
+    def gate_context(self, context: Tensor, gate: Tensor) -> Tensor:
+        """`g_q LN(a)` of `context` `[B, T, heads, dh]`."""
         gate = gate[..., None, None].to(context.dtype)
-        if not joint:
+        if not self.joint_context:
             return self.context_norm(context) * gate
         normed = self.context_norm(context.flatten(-2))
         return normed.view(context.shape) * gate
@@ -201,12 +200,12 @@ class BudgetControl(nn.Module):
             return table[torch.randint(len(table), (batch_size,), device=device)]
         if budget is None:
             return torch.zeros(batch_size, dtype=torch.long, device=device)
-        if isinstance(budget, Tensor) and budget.ndim > 0:
-            return self._tensor_index(budget.to(device), batch_size)
+        if isinstance(budget, Tensor):
+            budget = budget.to(device)
+            return self._tensor_index(budget if budget.ndim else budget.expand(batch_size), batch_size)
         if isinstance(budget, (list, tuple)):
             return self._tensor_index(torch.tensor(budget, device=device), batch_size)
-        number = budget.item() if isinstance(budget, Tensor) else budget
-        return torch.full((batch_size,), self.position(number), device=device)
+        return torch.full((batch_size,), self.position(budget), device=device)
 
     def _tensor_index(self, budget: Tensor, batch_size: int) -> Tensor:
         if budget.shape != (batch_size,):
@@ -214,12 +213,15 @@ class BudgetControl(nn.Module):
                 f"budget must be a number or hold one number per sequence: shape ({batch_size},) "
                 f"(got shape {tuple(budget.shape)})."
             )
-        known = torch.tensor(self.distinct, device=budget.device, dtype=torch.float64)
-        distance = (budget.double().unsqueeze(-1) - known).abs()
+        table = torch.tensor(self.distinct, device=budget.device, dtype=torch.float64)
+        distance = (budget.double().unsqueeze(-1) - table).abs()
         closest, index = distance.min(dim=-1)
         # float32 tensors hold 0.33 to 1e-8, bfloat16 ones to 1e-3.
         tolerance = torch.finfo(budget.dtype).eps if budget.is_floating_point() else 0.0
-        if not torch.compiler.is_compiling() and bool((closest > tolerance).any()):
+        known = (closest <= tolerance).all()  # False for NaN too
+        if torch.compiler.is_compiling():
+            torch._assert_async(known)
+        elif budget.dtype == torch.bool or not bool(known):
             raise ValueError(
                 f"budget must hold budgets of the model, {self.distinct} (got {budget.tolist()}). "
                 "They are set by `cct_budgets` in the config."

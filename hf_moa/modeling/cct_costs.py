@@ -101,8 +101,13 @@ def budget_loss(used: Tensor, full: Tensor, *, index: Tensor, budgets: list[floa
         A scalar.
     """
     member = torch.nn.functional.one_hot(index, len(budgets)).to(used.dtype)  # [B, budgets]
-    group_full = full @ member
+
+    def per_group(cost: Tensor) -> Tensor:
+        # no matrix product: autocast would take the large numbers to half precision
+        return (cost.unsqueeze(-1) * member).sum(dim=0)
+
+    group_full = per_group(full)
     target = group_full * torch.tensor(budgets, dtype=used.dtype, device=used.device)
-    excess = (used @ member - target).abs() / target.clamp(min=1)
+    excess = (per_group(used) - target).abs() / target.clamp(min=1)
     share = member.mean(dim=0)
     return (share * excess * (group_full > 0)).sum()

@@ -17,7 +17,7 @@ ROUTER_TYPES = ("topk", "noisy_topk")
 FFN_TYPES = ("dense", "moe")
 CCT_EXECUTIONS = ("auto", "sparse", "dense")
 
-# Outputs that `Trainer` must not collect into predictions.
+# The fields of `outputs.GatingOutput`; `Trainer` must not collect them into predictions.
 GATING_OUTPUT_FIELDS = (
     "aux_loss",
     "aux_losses",
@@ -25,6 +25,8 @@ GATING_OUTPUT_FIELDS = (
     "router_logits",
     "expert_weights",
     "cct_gates",
+    "cross_router_logits",
+    "cross_expert_weights",
 )
 
 
@@ -47,8 +49,6 @@ class GatingConfig:
             Causal layers: the gate at a position averages this many most recent inputs (`None`: all).
         num_attention_experts (`int` or `None`, defaults to `None`):
             N of MoA, at least `num_attention_heads` (k). `None` means 2k.
-        head_dim (`int` or `None`, defaults to `None`):
-            Size of one head. `None` means hidden_size / heads. Free only for `attention_type="moa"`.
         router_type (`str`, defaults to `"topk"`):
             Routers of MoA and of the MoE feed-forward layer: `"topk"`, or `"noisy_topk"`
             (Shazeer et al. 2017, eq. 3-5).
@@ -87,7 +87,6 @@ class GatingConfig:
     mae_gate_dropout: float = 0.1
     mae_gate_window: int | None = 100
     num_attention_experts: int | None = None
-    head_dim: int | None = None
     router_type: str = "topk"
     router_balance_loss_coef: float = 0.01
     router_z_loss_coef: float = 0.001
@@ -137,10 +136,10 @@ class GatingConfig:
             "cct_num_ffn_splits",
             "cct_gate_hidden_size",
         ):
-            _check_int(self, name, minimum=1)
-        for name in ("mae_gate_window", "num_attention_experts", "head_dim"):
+            check_int(self, name, minimum=1)
+        for name in ("mae_gate_window", "num_attention_experts"):
             if getattr(self, name) is not None:
-                _check_int(self, name, minimum=1)
+                check_int(self, name, minimum=1)
         for name in (
             "router_balance_loss_coef",
             "router_z_loss_coef",
@@ -167,61 +166,39 @@ class GatingConfig:
         """Check `cct_budgets`: a non-empty list of numbers in (0, 1]. (T5 also takes pairs.)"""
         budgets = self.cct_budgets
         if not isinstance(budgets, (list, tuple)) or len(budgets) == 0:
-            _fail(self, "cct_budgets", "must be a non-empty list of numbers in (0, 1], or None")
+            fail(self, "cct_budgets", "must be a non-empty list of numbers in (0, 1], or None")
         for budget in budgets:
             if not is_budget(budget):
-                _fail(self, "cct_budgets", f"must hold numbers in (0, 1], but holds {budget!r}")
+                fail(self, "cct_budgets", f"must hold numbers in (0, 1], but holds {budget!r}")
         if self.ffn_size % self.cct_num_ffn_splits != 0:
-            _fail(self, "cct_num_ffn_splits", f"must divide the feed-forward size {self.ffn_size}")
+            fail(self, "cct_num_ffn_splits", f"must divide the feed-forward size {self.ffn_size}")
 
     def _validate_heads(self) -> None:
         heads = self.num_attention_heads
         if self.attention_type == "moa":
             experts = self.num_attention_experts
             if experts is not None and experts < heads:
-                _fail(
+                fail(
                     self,
                     "num_attention_experts",
                     f"must be at least num_attention_heads={heads}, the heads active per token",
                 )
-            if self.head_dim is None and self.hidden_size % heads != 0:
-                _fail(
-                    self,
-                    "head_dim",
-                    f"must be given where num_attention_heads={heads} does not divide "
-                    f"hidden_size={self.hidden_size}",
-                )
-            return
         if self.attention_type == "mae" and self.mae_num_dropped_heads >= heads:
-            _fail(
+            fail(
                 self,
                 "mae_num_dropped_heads",
                 f"must be below num_attention_heads={heads}, so that an expert keeps a head",
             )
-        self._validate_dense_head_dim()
-
-    def _validate_dense_head_dim(self) -> None:
-        """`head_dim` of plain multi-head attention. (T5, where it is free, overrides this.)"""
-        heads = self.num_attention_heads
-        if self.hidden_size % heads != 0:
-            _fail(self, "num_attention_heads", f"must divide hidden_size={self.hidden_size}")
-        if self.head_dim is not None and self.head_dim * heads != self.hidden_size:
-            _fail(
-                self,
-                "head_dim",
-                f"must be hidden_size / num_attention_heads = {self.hidden_size // heads} (or None) "
-                f"for attention_type={self.attention_type!r}; it is free for 'moa'",
-            )
 
     def _validate_routing(self) -> None:
         if self.router_load_loss_coef > 0 and self.router_type != "noisy_topk":
-            _fail(
+            fail(
                 self,
                 "router_load_loss_coef",
                 "must be 0 unless router_type='noisy_topk': the load is smoothed by the noise",
             )
         if self.ffn_type == "moe" and self.num_ffn_experts_per_token > self.num_ffn_experts:
-            _fail(
+            fail(
                 self,
                 "num_ffn_experts_per_token",
                 f"must be at most num_ffn_experts={self.num_ffn_experts}",
@@ -230,12 +207,12 @@ class GatingConfig:
     @property
     def ffn_size(self) -> int:
         """Width of the feed-forward layer, whatever the backbone calls it."""
-        return self.intermediate_size
+        raise NotImplementedError
 
     @property
     def attention_head_dim(self) -> int:
-        """Size of one attention head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+        """Size of one attention head, whatever the backbone calls it."""
+        raise NotImplementedError
 
     @property
     def attention_experts(self) -> int:
@@ -255,26 +232,28 @@ def is_budget(value: Any) -> bool:
 def check_bool(config: Any, name: str) -> None:
     """Raise a ValueError unless the field is a bool."""
     if not isinstance(getattr(config, name), bool):
-        _fail(config, name, "must be True or False")
+        fail(config, name, "must be True or False")
 
 
-def _fail(config: Any, name: str, rule: str) -> None:
+def fail(config: Any, name: str, rule: str) -> None:
+    """Raise the ValueError of a field that breaks its rule."""
     raise ValueError(f"{type(config).__name__}.{name} {rule} (got {getattr(config, name)!r}).")
 
 
 def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:
     if getattr(config, name) not in choices:
-        _fail(config, name, f"must be one of {', '.join(map(repr, choices))}")
+        fail(config, name, f"must be one of {', '.join(map(repr, choices))}")
 
 
-def _check_int(config: Any, name: str, *, minimum: int) -> None:
+def check_int(config: Any, name: str, *, minimum: int) -> None:
+    """Raise a ValueError unless the field is an integer of at least `minimum`."""
     value = getattr(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        _fail(config, name, f"must be an integer of at least {minimum}")
+        fail(config, name, f"must be an integer of at least {minimum}")
 
 
 def _check_number(config: Any, name: str, *, minimum: float, below: float = float("inf")) -> None:
     value = getattr(config, name)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not minimum <= value < below:
         upper = "" if below == float("inf") else f" and below {below}"
-        _fail(config, name, f"must be a finite number of at least {minimum}{upper}")
+        fail(config, name, f"must be a finite number of at least {minimum}{upper}")

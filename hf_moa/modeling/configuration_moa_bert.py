@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import BertConfig
 
-from .configuration_gating import GatingConfig, check_bool
+from .configuration_gating import GatingConfig, check_bool, check_int, fail
 
 
 class MoaBertConfig(GatingConfig, BertConfig):
@@ -15,6 +15,9 @@ class MoaBertConfig(GatingConfig, BertConfig):
     transformers' own BERT, with the same state-dict keys.
 
     Args:
+        head_dim (`int` or `None`, defaults to `None`):
+            Size of one attention head. `None` means hidden_size / num_attention_heads. Free only for
+            `attention_type="moa"`.
         pre_norm (`bool`, defaults to `False`):
             Normalise the input of each sub-layer instead of its output, and the encoder's output
             once (the layout of the CCT paper). `False` is BERT's post-LN.
@@ -29,8 +32,34 @@ class MoaBertConfig(GatingConfig, BertConfig):
 
     model_type = "moa_bert"
 
+    head_dim: int | None = None
     pre_norm: bool = False
 
     def validate_gating(self) -> None:
         super().validate_gating()
         check_bool(self, "pre_norm")
+        if self.head_dim is not None:
+            check_int(self, "head_dim", minimum=1)
+        heads, is_moa = self.num_attention_heads, self.attention_type == "moa"
+        if self.hidden_size % heads != 0 and not (is_moa and self.head_dim is not None):
+            fail(
+                self,
+                "num_attention_heads",
+                f"must divide hidden_size={self.hidden_size}, or attention_type be 'moa' and head_dim "
+                f"be given (attention_type={self.attention_type!r}, head_dim={self.head_dim!r})",
+            )
+        if not is_moa and self.head_dim not in (None, self.hidden_size // heads):
+            fail(
+                self,
+                "head_dim",
+                f"must be hidden_size / num_attention_heads = {self.hidden_size // heads} (or None) "
+                f"for attention_type={self.attention_type!r}; it is free for 'moa'",
+            )
+
+    @property
+    def ffn_size(self) -> int:
+        return self.intermediate_size
+
+    @property
+    def attention_head_dim(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads

@@ -13,8 +13,10 @@ class GateBatchNorm(nn.BatchNorm1d):
 
     - `valid` says which vectors count towards the batch statistics.
     - One valid vector has no variance: then the running statistics normalise, and stay.
-    - Parameters and statistics are created, and computed with, in float32 at least: in a model
-      that is loaded in half precision they stay float32.
+    - Frozen (its weight has `requires_grad=False`, as under an adapter) it normalises with the
+      running statistics also in training, and keeps them: they belong to the frozen model.
+    - Parameters and statistics are created, and computed with, in float32 at least: `from_pretrained`
+      in half precision leaves them float32. (`model.half()` casts them like all others.)
     - A forward that gradient checkpointing recomputes during backward does not move the running
       statistics a second time.
 
@@ -29,7 +31,7 @@ class GateBatchNorm(nn.BatchNorm1d):
         dtype = torch.promote_types(x.dtype, torch.float32)
         x = x.to(dtype)
         mean, var = self.running_mean.to(dtype), self.running_var.to(dtype)
-        if self.training:
+        if self.training and self.weight.requires_grad:
             mean, var = self._batch_statistics(x, valid, mean, var)
         scale = self.weight.to(dtype) * torch.rsqrt(var + self.eps)
         return (x - mean) * scale + self.bias.to(dtype)

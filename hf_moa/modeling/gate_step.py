@@ -1,7 +1,7 @@
 """The G step of MAE's block coordinate descent: a forward in which only the gates can learn.
 
 The parameters of everything else stand in the graph detached, so that their gradients are neither
-computed nor stored, while `requires_grad` keeps its value (DDP and PEFT rely on it).
+computed nor stored, while `requires_grad` keeps its value.
 """
 
 from __future__ import annotations

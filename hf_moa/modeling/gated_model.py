@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
 from .cct import OPEN_GATE_LOGIT, BudgetControl, ControlNetwork
@@ -35,18 +36,26 @@ class GatedModel:
         Args:
             phase: `"mixture"` (all experts weighted by the gate; joint training), `"gate"` (the G
                 step: the mixture, and only gates receive gradients) or `"expert"` (the F step: one
-                expert drawn from the gate's distribution, and gates receive none). Eval always
-                computes the mixture.
+                expert drawn from the gate's distribution, and gates receive none). The gates'
+                running statistics follow their inputs in every phase. Eval always computes the
+                mixture. Under DDP, "gate" and "expert" need `find_unused_parameters=True`.
 
         Raises:
-            ValueError: unknown phase; no MAE attention in the model; `"gate"` with uniform gates.
+            ValueError: unknown phase; no MAE attention in the model; `"gate"` with uniform or frozen
+            gates.
         """
         if phase not in MAE_PHASES:
             raise ValueError(f"phase must be one of {', '.join(map(repr, MAE_PHASES))} (got {phase!r}).")
         mixtures = self._mae_mixtures("set_mae_phase")
-        if phase == "gate" and any(mixture.gate is None for mixture in mixtures):
+        gates = [mixture.gate for mixture in mixtures if mixture.gate is not None]
+        if phase == "gate" and not gates:
             raise ValueError(
                 "phase 'gate' needs learned gates, but mae_gate_type='uniform' has none to train."
+            )
+        if phase == "gate" and not any(p.requires_grad for gate in gates for p in gate.parameters()):
+            raise ValueError(
+                "phase 'gate' needs gates that can learn, but all are frozen (requires_grad=False). "
+                'Under a PEFT adapter, keep them trainable with modules_to_save=["gate"].'
             )
         for mixture in mixtures:
             mixture.phase = phase
@@ -90,6 +99,18 @@ class GatedModel:
         for module in self.modules():
             if isinstance(module, ControlNetwork):
                 module.noise_scale.fill_(scale)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs
+    ) -> None:
+        reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False)
+        has_router = self.config.attention_type == "moa" or self.config.ffn_type == "moe"
+        if enable and reentrant and (has_router or self.config.has_cct):
+            raise ValueError(
+                "gradient checkpointing must not be reentrant for models with routers or CCT: their "
+                "auxiliary losses would lose their gradients (got use_reentrant=True)."
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
     def _mae_mixtures(self, caller: str) -> list[MixtureOfHeads]:
         mixtures = [module for module in self.modules() if isinstance(module, MixtureOfHeads)]

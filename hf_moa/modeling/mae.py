@@ -47,8 +47,8 @@ def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     """Mean of `x` `[B, T, d]` over its real tokens -> `[B, d]`; zero where there are none."""
     if mask is None:
         return x.mean(dim=1)
-    weight = mask.unsqueeze(-1).to(x.dtype)
-    return (x * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1)
+    mask = mask.unsqueeze(-1)
+    return x.masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def windowed_mean(x: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
@@ -63,9 +63,10 @@ def windowed_mean(x: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
         `[B, T, d]`; zero where the window holds no real token.
     """
     length = x.shape[1]
-    weight = x.new_ones(*x.shape[:2], 1) if mask is None else mask.unsqueeze(-1).to(x.dtype)
-    total = (x * weight).cumsum(dim=1)
-    count = weight.cumsum(dim=1)
+    if mask is None:
+        mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    total = x.masked_fill(~mask.unsqueeze(-1), 0.0).cumsum(dim=1)
+    count = mask.unsqueeze(-1).cumsum(dim=1)
     if window is not None and window < length:
         total = total - nn.functional.pad(total[:, :-window], (0, 0, window, 0))
         count = count - nn.functional.pad(count[:, :-window], (0, 0, window, 0))
@@ -84,7 +85,8 @@ class MaeGate(nn.Module):
         gate_hidden_size: width of the hidden layer.
         dropout: dropout on the hidden layer.
 
-    Shapes: `pooled` `[..., d]`, `valid` `[...]` bool or None -> `[..., E]`.
+    Shapes: `pooled` `[..., d]`, `valid` `[...]` bool or None -> `[..., E]`, float32 at least. The
+    hidden layer is computed in `dtype`.
     """
 
     def __init__(self, *, hidden_size: int, num_experts: int, gate_hidden_size: int, dropout: float):
@@ -96,8 +98,8 @@ class MaeGate(nn.Module):
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, pooled: Tensor, valid: Tensor | None = None) -> Tensor:
-        hidden = self.norm(pooled, valid).to(self.dense.weight.dtype)
+    def forward(self, pooled: Tensor, valid: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+        hidden = self.norm(pooled, valid).to(dtype)
         hidden = self.dropout(torch.tanh(self.dense(hidden)))
         logits = self.out(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
@@ -203,13 +205,28 @@ class MixtureOfHeads(MultiHead):
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and not (self.training and self.phase == "expert")
         ):
-            if not self.is_causal:
+            if self.is_causal:
+                pooled, valid = self._pool_windows(hidden_states, padding_mask, history)
+            else:
+                if padding_mask is not None:
+                    padding_mask = padding_mask[:, -length:]
+                pooled = masked_mean(_accumulate(hidden_states), padding_mask)
                 valid = None if padding_mask is None else padding_mask.any(dim=1)
-                return self.gate(masked_mean(_accumulate(hidden_states), padding_mask), valid)
-            inputs = hidden_states if history is None else history
-            pooled = windowed_mean(_accumulate(inputs), padding_mask, self.window)[:, -length:]
-            valid = None if padding_mask is None else padding_mask[:, -length:]
-            return self.gate(pooled, valid)
+            return self.gate(pooled, valid, dtype=hidden_states.dtype)
+
+    def _pool_windows(
+        self, hidden_states: Tensor, padding_mask: Tensor | None, history: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Windowed means `[B, T, d]` of the newest T inputs, and which of them are real."""
+        length = hidden_states.shape[1]
+        inputs = hidden_states if history is None else history
+        if self.window is not None:
+            reach = self.window + length - 1  # what the oldest of the T windows still sees
+            inputs = inputs[:, -reach:]
+        if padding_mask is not None:
+            padding_mask = padding_mask[:, -inputs.shape[1] :]
+        pooled = windowed_mean(_accumulate(inputs), padding_mask, self.window)[:, -length:]
+        return pooled, None if padding_mask is None else padding_mask[:, -length:]
 
     @staticmethod
     def _one_hot(index: Tensor, like: Tensor) -> Tensor:

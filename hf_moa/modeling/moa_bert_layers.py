@@ -34,6 +34,7 @@ class MoaBertSelfAttention(GatedAttention):
                 gate_hidden_size=config.cct_gate_hidden_size,
                 kv_size=num_kv_heads * head_dim,
                 context_size=head_dim if is_moa else num_heads * head_dim,
+                joint_context=not is_moa,
                 sublayer_norm=config.cct_sublayer_norm,
                 is_cross_attention=is_cross_attention,
                 norm_eps=config.layer_norm_eps,
@@ -73,11 +74,13 @@ class MoaBertSelfAttention(GatedAttention):
         self.key = nn.Linear(hidden_size, num_kv_heads * head_dim)
         self.value = nn.Linear(hidden_size, num_kv_heads * head_dim)
 
-    def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
-        return self.mixture.query(self.query, hidden_states, mix)
-
-    def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        return self.key(source), self.value(source)
+    def project(
+        self, hidden_states: Tensor, source: Tensor | None, mix: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        query = self.mixture.query(self.query, hidden_states, mix)
+        if source is None:
+            return query, None, None
+        return query, self.key(source), self.value(source)
 
 
 class MoaBertSublayerOutput(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
@@ -110,8 +111,8 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 T, T]` rules attention only: gates then count every token. A row of zeros is allowed:
                 its outputs mean nothing, and it changes no other row's.
             budget: CCT's compute budget, a number of `config.cct_budgets` or a tensor `[B]` of such.
-                Default: what `set_budget` chose; else drawn for each sequence in training, and the
-                largest in eval.
+                Default: what `set_budget` chose (in training too); else drawn for each sequence in
+                training, and the largest in eval.
 
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than
@@ -150,7 +151,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         return MoaModelOutput(
             last_hidden_state=hidden_states,
             pooler_output=None if self.pooler is None else self.pooler(hidden_states),
-            past_key_values=past_key_values,
+            past_key_values=past_key_values if use_cache else None,
             **collect_gating(
                 self.config,
                 records,
@@ -166,10 +167,10 @@ class MoaBertModel(MoaBertPreTrainedModel):
         use_cache: bool | None,
         encoder_hidden_states: Tensor | None,
     ) -> Cache | None:
-        if not (self.config.is_decoder and use_cache):
-            return None
         if past_key_values is not None:
             return past_key_values
+        if not (self.config.is_decoder and use_cache):
+            return None
         cache = DynamicCache(config=self.config)
         if encoder_hidden_states is None:
             return cache
@@ -478,6 +479,8 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
             budget: a number, or a tensor `[B]`: all choices of an example have the same.
         """
         num_choices = (inputs_embeds if input_ids is None else input_ids).shape[1]
+        if isinstance(budget, (list, tuple)):
+            budget = torch.tensor(budget)
         if isinstance(budget, Tensor) and budget.ndim > 0:
             budget = budget.repeat_interleave(num_choices)
         outputs = self.bert(

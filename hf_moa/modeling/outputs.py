@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 
 from .cct import Budget
 from .cct_costs import budget_loss, compute_fraction
+from .configuration_gating import GATING_OUTPUT_FIELDS
 
 
 @dataclass
@@ -47,12 +48,9 @@ class GatingOutput(ModelOutput):
     cross_expert_weights: tuple[Tensor, ...] | None = None
 
 
-GATING_FIELDS = tuple(GatingOutput.__dataclass_fields__)
-
-
 def gating_fields(outputs: ModelOutput) -> dict[str, Any]:
     """The gates' fields of a base model's output, for the output of its head."""
-    return {name: outputs[name] for name in GATING_FIELDS if outputs.get(name) is not None}
+    return {name: outputs[name] for name in GATING_OUTPUT_FIELDS if outputs.get(name) is not None}
 
 
 def collect_gating(

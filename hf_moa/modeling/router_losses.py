@@ -90,7 +90,8 @@ def smooth_load(clean: Tensor, noisy: Tensor, scale: Tensor, *, num_selected: in
     kept = torch.zeros_like(noisy, dtype=torch.bool)
     kept = kept.scatter(-1, index[..., :num_selected], torch.ones_like(kept))
     threshold = torch.where(kept, top[..., -1:], top[..., -2:-1])
-    return torch.special.ndtr((clean - threshold) / scale)
+    # softplus underflows to 0, where the quotient has no gradient
+    return torch.special.ndtr((clean - threshold) / scale.clamp(min=_EPSILON))
 
 
 def squared_coefficient_of_variation(x: Tensor) -> Tensor:
