@@ -104,6 +104,14 @@ def test_config_and_labels_are_kept():
         assert getattr(model.config, name) == value
 
 
+def test_base_model_without_a_pooler():
+    torch.manual_seed(0)
+    source = randomize(BertModel(BertConfig(**TINY), add_pooling_layer=False)).eval()
+    model = upcycle(source, "mae")
+    assert model.pooler is None
+    torch.testing.assert_close(run(model), run(source))
+
+
 def test_result_shares_no_memory_with_the_source():
     source = source_of()
     model = upcycle(source, "mae")

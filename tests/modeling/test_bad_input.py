@@ -34,6 +34,9 @@ def test_tensor_of_budgets_is_checked():
     ids, mask = batch()
     with pytest.raises(ValueError, match=r"\[1\.0, 0\.5\]"):
         model(ids, attention_mask=mask, budget=torch.tensor([1.0, 0.5, 0.4]))
+    for bad in (torch.tensor([float("nan"), 1.0, 0.5]), torch.ones(3, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"\[1\.0, 0\.5\]"):
+            model(ids, attention_mask=mask, budget=bad)
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         model(ids, attention_mask=mask, budget=torch.tensor([1.0, 0.5]))
 

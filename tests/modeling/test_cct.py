@@ -12,7 +12,7 @@ from common import (
 from references import cct_attention, control, layer_norm
 from test_mae import run
 
-from hf_moa import MoaBertForSequenceClassification, MoaBertModel
+from hf_moa import MoaBertForMultipleChoice, MoaBertForSequenceClassification, MoaBertModel
 from hf_moa.modeling.cct import BudgetControl, ControlNetwork
 from hf_moa.modeling.cct_costs import AttentionCost, budget_loss
 from hf_moa.modeling.feed_forward import build_feed_forward
@@ -182,6 +182,36 @@ def test_compute_fraction_is_the_share_of_the_flops():
     assert 0 < output.compute_fraction.min() < 1
 
 
+def test_compute_fraction_of_a_decoder_counts_visible_keys_and_real_tokens():
+    config = cct_config(causal=True, add_cross_attention=True)
+    model = randomize(MoaBertModel(config).double(), seed=3).eval()
+    ids, mask = batch()
+    source, source_mask = hidden(length=6, seed=4)
+    output = model(
+        ids,
+        attention_mask=mask,
+        encoder_hidden_states=source,
+        encoder_attention_mask=source_mask.long(),
+        use_cache=False,
+        output_cct_gates=True,
+    )
+    d, ff, splits = 32, 48, 4
+    for b in range(3):
+        used = full = 0.0
+        n, s = int(mask[b].sum()), int(source_mask[b].sum())
+        for gates in output.cct_gates:
+            kv, query, ffn, cross_query = (
+                gates[name][b, :n] for name in ("kv", "query", "ffn", "cross_query")
+            )
+            cross_kv = gates["cross_kv"][b, :s]
+            used += 2 * d * d * (kv.sum() + query.sum()) + 2 * d * (query * kv.cumsum(0)).sum()
+            used += 2 * d * d * (cross_kv.sum() + cross_query.sum())
+            used += 2 * d * cross_query.sum() * cross_kv.sum() + ffn.sum() * 2 * d * ff / splits
+            full += 4 * d * d * n + 2 * d * n * (n + 1) / 2 + 2 * d * d * (s + n) + 2 * d * n * s
+            full += n * 2 * d * ff
+        assert output.compute_fraction[b].item() == pytest.approx(used.item() / full, rel=1e-9)
+
+
 def test_open_gates_cost_exactly_everything():
     model = MoaBertModel(cct_config(sublayer_norm=False)).eval()
     ids, mask = batch()
@@ -253,6 +283,17 @@ def test_one_budget_per_sequence(dtype):
     for b, budget in enumerate((0.5, 1.0, 0.33)):
         single = model(ids, attention_mask=mask, budget=budget).logits
         torch.testing.assert_close(mixed[b], single[b], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_choices_of_an_example_share_its_budget(kind):
+    torch.manual_seed(0)
+    model = randomize(MoaBertForMultipleChoice(cct_config(cct_budgets=[1, 0.5])), seed=4).eval()
+    ids, _ = batch(batch_size=4)
+    ids = ids.view(2, 2, -1)
+    mixed = model(ids, budget=kind([0.5, 1.0])).logits
+    torch.testing.assert_close(mixed[0], model(ids, budget=0.5).logits[0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(mixed[1], model(ids, budget=1.0).logits[1], atol=1e-6, rtol=0)
 
 
 def test_training_draws_each_budget_with_its_weight():

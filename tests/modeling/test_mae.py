@@ -1,11 +1,13 @@
 """MAE (Peng et al. 2020): the collapsed mixture against the sum over experts, gates and phases."""
 
+import copy
 import itertools
 import math
 
 import pytest
 import torch
 from common import assert_same_with_gradients, batch, hidden, randomize, tiny_config
+from peft import LoraConfig, PeftModel, get_peft_model
 from references import batch_norm, mae_attention, mae_gate
 
 from hf_moa import MoaBertForSequenceClassification, MoaBertModel
@@ -243,6 +245,16 @@ def test_argmax_selection_uses_one_expert_per_layer():
         assert heads[b, 0].tolist() == pytest.approx(expected)
 
 
+def test_random_selection_draws_every_expert_alike():
+    layer = mae_layer().eval()
+    layer.self.mixture.selection = "random"
+    x, mask = hidden(batch_size=1)
+    torch.manual_seed(0)
+    dropped = [int(layer.self.mixture.route(x, mask[:1])[0].argmin()) for _ in range(2000)]
+    counts = torch.bincount(torch.tensor(dropped), minlength=4) / 2000
+    assert torch.all((counts - 0.25).abs() < 0.05)
+
+
 def test_selection_changes_eval_and_is_undone():
     model = classifier().eval()
     ids, mask = batch()
@@ -299,6 +311,37 @@ def test_checkpointing_moves_the_statistics_once():
             assert torch.equal(value, other.state_dict()[name]), name
     for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-7, rtol=1e-5)
+
+
+def test_frozen_gates_keep_their_statistics():
+    model = classifier()
+    for name, parameter in model.named_parameters():
+        if is_gate(name):
+            parameter.requires_grad_(False)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    step(model)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    with pytest.raises(ValueError, match="frozen"):
+        model.set_mae_phase("gate")
+
+
+def test_adapter_beside_frozen_gates_reloads_as_it_was(tmp_path):
+    base = classifier()
+    reference = copy.deepcopy(base).eval()
+    model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"]))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    ids, mask = batch()
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(ids, attention_mask=mask, labels=torch.tensor([0, 1, 2])).loss.backward()
+        optimizer.step()
+    model.eval().save_pretrained(tmp_path)
+    expected = model(ids, attention_mask=mask).logits
+    plain = reference(ids, attention_mask=mask).logits
+    assert not torch.allclose(expected, plain, atol=1e-3)
+    loaded = PeftModel.from_pretrained(reference, tmp_path).eval()
+    torch.testing.assert_close(loaded(ids, attention_mask=mask).logits, expected)
 
 
 def test_all_padding_row_stays_out_of_the_statistics():

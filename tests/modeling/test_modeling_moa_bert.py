@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -33,6 +34,7 @@ from hf_moa import (
     MoaBertForTokenClassification,
     MoaBertModel,
 )
+from hf_moa.modeling.outputs import GatingOutput
 
 CLASSES = [
     (MoaBertModel, BertModel, AutoModel),
@@ -454,6 +456,87 @@ def test_problem_types_follow_bert(num_labels, problem, labels):
     assert model.config.problem_type == problem
 
 
+@pytest.mark.parametrize("cls", [gated for gated, _, _ in CLASSES[1:]], ids=lambda cls: cls.__name__)
+def test_every_head_adds_the_auxiliary_loss_in_training_alone(cls):
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    fields = {} if cls is MoaBertForQuestionAnswering else {"num_labels": 3}
+    config = tiny_config(attention_type="moa", **no_dropout | {"num_labels": 2} | fields)
+    model = randomize(cls(config)).eval()
+    inputs = inputs_for(cls) | labels_for(cls)
+    task = model(**inputs).loss
+    output = model.train()(**inputs)
+    assert output.aux_loss > 0
+    torch.testing.assert_close(output.loss, task + output.aux_loss)
+
+
+@pytest.mark.parametrize("name", ["moa", "moa-noisy", "moe", "moe-noisy", "moa-moe-cct"])
+def test_padding_counts_in_no_loss_of_a_model(name):
+    model = build(MoaBertModel, **VARIANTS[name]).double()
+    ids, mask = batch()
+    losses = model(ids, attention_mask=mask).aux_losses
+    other = model(torch.where(mask.bool(), ids, 7), attention_mask=mask).aux_losses
+    wider = torch.nn.functional.pad(ids, (0, 5)), torch.nn.functional.pad(mask, (0, 5))
+    padded = model(wider[0], attention_mask=wider[1]).aux_losses
+    assert losses
+    for term, loss in losses.items():
+        torch.testing.assert_close(other[term], loss, atol=1e-11, rtol=0, msg=term)
+        torch.testing.assert_close(padded[term], loss, atol=1e-11, rtol=0, msg=term)
+
+
+def test_moe_losses_are_the_mean_over_cct_parts():
+    model = build(MoaBertModel, ffn_type="moe", cct_budgets=[1], num_hidden_layers=1)
+    seen = []
+    for part in model.encoder.layer[0].feed_forward.parts:
+        part.router.register_forward_hook(lambda m, a, routing: seen.append(routing.losses))
+    ids, mask = batch()
+    total = model(ids, attention_mask=mask).aux_losses["router_z_loss"]
+    torch.testing.assert_close(total, torch.stack([losses["router_z_loss"] for losses in seen]).mean())
+
+
+def test_pre_norm_normalises_the_input_of_each_sublayer():
+    model = build(MoaBertModel, pre_norm=True).double()
+    plain = build(MoaBertModel).double()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    ids, _ = batch()
+    x = model.embeddings(ids)
+    for layer, other in zip(model.encoder.layer, plain.encoder.layer, strict=True):
+        attention, norm = other.attention, layer.attention.output.LayerNorm
+        result = attention.self(norm(x))
+        x = x + attention.self.mixture.output(attention.output.dense, result.context, result.mix)
+        x = x + other.output.dense(other.intermediate(layer.output.LayerNorm(x)))
+    expected = model.encoder.LayerNorm(x)
+    torch.testing.assert_close(model(ids).last_hidden_state, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("where", ["attention_probs_dropout_prob", "mae_gate_dropout"])
+def test_dropout_works_in_training(where):
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "mae_gate_dropout": 0.0}
+    ids, _ = batch()
+    for fields, differs in ((off, False), (off | {where: 0.5}, True)):
+        model = build(MoaBertModel, attention_type="mae", **fields).train()
+        first, second = (model(ids).last_hidden_state for _ in range(2))
+        assert torch.equal(first, second) != differs
+
+
+def test_reentrant_checkpointing_is_refused_where_it_would_drop_losses():
+    reentrant = {"use_reentrant": True}
+    build(attention_type="mae").activation_checkpointing_enable(reentrant)
+    for fields in ({"attention_type": "moa"}, {"ffn_type": "moe"}, {"cct_budgets": [1]}):
+        with pytest.raises(ValueError, match="reentrant"):
+            build(**fields).activation_checkpointing_enable(reentrant)
+
+
+def test_predictions_ignore_every_gating_output():
+    fields = set(GatingOutput.__dataclass_fields__)
+    assert fields <= set(tiny_config().keys_to_ignore_at_inference)
+
+
+def test_tokenizer_of_a_gated_checkpoint_needs_its_vocabulary_alone(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhead\n")
+    assert AutoTokenizer.from_pretrained(tmp_path).tokenize("head") == ["head"]
+
+
 # --- losses under accumulation --------------------------------------------------------------------
 
 
@@ -591,8 +674,26 @@ def test_cache_can_be_reordered_cropped_and_repeated(name):
     actual = model(twice[:, 9:], past_key_values=cache, use_cache=True).last_hidden_state
     full = model(twice, use_cache=False).last_hidden_state
     torch.testing.assert_close(actual, full[:, 9:], atol=1e-12, rtol=0)
-    cache.batch_select_indices(torch.tensor([1, 4]))
-    assert cache.get_seq_length() == 12
+    rows = torch.tensor([1, 4])
+    cache = model(twice[:, :9], use_cache=True).past_key_values
+    cache.batch_select_indices(rows)
+    actual = model(twice[rows, 9:], past_key_values=cache, use_cache=True).last_hidden_state
+    torch.testing.assert_close(actual, full[rows, 9:], atol=1e-12, rtol=0)
+    cache.reset()
+    actual = model(ids[:, :4], past_key_values=cache, use_cache=True).last_hidden_state
+    full = model(ids[:, :4], use_cache=False).last_hidden_state
+    torch.testing.assert_close(actual, full, atol=1e-12, rtol=0)
+
+
+@each_decoder
+def test_given_cache_is_used_whatever_use_cache_says(fields):
+    model = decoder(**fields)
+    ids, _ = batch(length=12)
+    cache = model(ids[:, :7], use_cache=True).past_key_values
+    output = model(ids[:, 7:], past_key_values=cache, use_cache=False)
+    full = model(ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(output.last_hidden_state, full[:, 7:], atol=1e-12, rtol=0)
+    assert output.past_key_values is None
 
 
 def test_public_names():

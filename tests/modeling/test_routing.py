@@ -148,6 +148,15 @@ def test_batch_of_padding_alone_has_finite_losses_and_gradients(kind):
     assert all(torch.isfinite(parameter.grad).all() for parameter in made.parameters())
 
 
+def test_load_loss_survives_noise_that_underflows():
+    made = router(NoisyTopKRouter).train()
+    with torch.no_grad():
+        made.noise.weight.fill_(-1e3)
+    x, mask = hidden()
+    made(x.abs(), mask).losses["router_load_loss"].backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in made.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_routes_in_float32(dtype):
     made = router().to(dtype)

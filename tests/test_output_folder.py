@@ -1,0 +1,80 @@
+import pytest
+
+from hf_moa.output_folder import output_folder
+
+
+def write(path, **options):
+    with output_folder(path, **{"overwrite": False, "marker": "config.json"} | options) as folder:
+        (folder / "config.json").write_text("new")
+
+
+def test_folder_appears_with_its_parents_when_all_is_written(tmp_path):
+    target = tmp_path / "a" / "b"
+    with output_folder(target, overwrite=False, marker="config.json") as folder:
+        (folder / "config.json").write_text("new")
+        assert not target.exists()
+    assert (target / "config.json").read_text() == "new"
+    assert [entry.name for entry in target.parent.iterdir()] == ["b"]
+
+
+def test_empty_folder_is_filled_in_place(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    inode = target.stat().st_ino
+    write(target)
+    assert (target / "config.json").read_text() == "new"
+    assert target.stat().st_ino == inode
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_is_left_after_an_error(tmp_path, error):
+    def fail():
+        with output_folder(tmp_path / "out", overwrite=False, marker="config.json") as folder:
+            (folder / "config.json").write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_earlier_result_survives_an_error_in_overwriting(tmp_path):
+    write(tmp_path / "out")
+
+    def fail():
+        with output_folder(tmp_path / "out", overwrite=True, marker="config.json"):
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert (tmp_path / "out" / "config.json").read_text() == "new"
+
+
+def test_full_folder_is_refused(tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"not empty.*--overwrite"):
+        write(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["note.txt"]
+
+
+def test_overwriting_replaces_everything_of_an_earlier_result(tmp_path):
+    target = tmp_path / "out"
+    (target / "shards").mkdir(parents=True)
+    (target / "config.json").write_text("old")
+    (target / "shards" / "1").write_text("old")
+    write(target, overwrite=True)
+    assert [entry.name for entry in target.iterdir()] == ["config.json"]
+    assert (target / "config.json").read_text() == "new"
+
+
+def test_overwriting_refuses_a_folder_of_something_else(tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(ValueError, match="no earlier result"):
+        write(tmp_path, overwrite=True)
+    assert (tmp_path / "note.txt").read_text() == "mine"
+
+
+def test_file_is_refused(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="must be a folder"):
+        write(tmp_path / "out", overwrite=True)
