@@ -40,7 +40,9 @@ def head_weights(expert_weights: Tensor, dropped: Tensor, *, num_dropped: int) -
     """Collapse expert weights `[..., E]` to head weights `[..., h]` (module docstring)."""
     num_heads = dropped.shape[-1]
     scale = num_heads / (num_heads - num_dropped)
-    return scale - scale * (expert_weights @ dropped.to(expert_weights.dtype))
+    # Autocast would round the weights of E experts to half precision before they are added up.
+    with torch.autocast(expert_weights.device.type, enabled=False):
+        return scale - scale * (expert_weights @ dropped.to(expert_weights.dtype))
 
 
 def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -109,6 +109,16 @@ def test_uniform_gates_weigh_every_head_one():
         torch.testing.assert_close(weights, torch.ones(8, dtype=torch.float64))
 
 
+def test_head_weights_keep_their_precision_under_autocast():
+    gates = torch.rand(5, 66).softmax(-1)
+    matrix = dropped_heads(12, 2)
+    expected = head_weights(gates, matrix, num_dropped=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = head_weights(gates, matrix, num_dropped=2)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, atol=0, rtol=0)
+
+
 def test_head_weights_sum_to_the_number_of_heads():
     gates = torch.rand(5, 28, dtype=torch.float64).softmax(-1)
     weights = head_weights(gates, dropped_heads(8, 2), num_dropped=2)
