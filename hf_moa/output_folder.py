@@ -1,0 +1,66 @@
+"""Output folders that are either whole or not there."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def output_folder(path: str | Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
+    """A temporary folder beside `path` that becomes `path` when the block ends without an error.
+
+    Args:
+        path: the folder to write. Missing parents are made.
+        overwrite: replace the contents of a folder that is not empty.
+        marker: a file that the folder holds when it is an earlier result of the same command. A
+            folder without it is never replaced: `overwrite` is no way to empty a home directory.
+
+    Yields:
+        The temporary folder. After an error or an interruption it is removed, and `path` is as it
+        was.
+
+    Raises:
+        ValueError: `path` is a file; it is not empty and `overwrite` is False; it lacks `marker`.
+    """
+    path = Path(path).absolute()
+    _check(path, overwrite=overwrite, marker=marker)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{path.name}-", suffix=".partial", dir=path.parent))
+    try:
+        work.chmod(0o755)  # mkdtemp's folders are for their owner alone
+        yield work
+        # Somebody may have filled it meanwhile.
+        _check(path, overwrite=overwrite, marker=marker)
+        _put_in_place(work, path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _check(path: Path, *, overwrite: bool, marker: str) -> None:
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} must be a folder (got a file); give another path")
+    if not path.exists() or not any(path.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"{path} is not empty; give another folder, or --overwrite to replace it")
+    if not (path / marker).is_file():
+        raise ValueError(
+            f"{path} is not empty and holds no {marker}, so it is no earlier result to overwrite; "
+            "give another folder"
+        )
+
+
+def _put_in_place(work: Path, path: Path) -> None:
+    if not path.exists():
+        work.rename(path)
+        return
+    # The folder itself stays: it may be someone's working directory, or a mount point.
+    for old in path.iterdir():
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
+    for new in work.iterdir():
+        new.rename(path / new.name)
