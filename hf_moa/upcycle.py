@@ -162,7 +162,7 @@ def _target_config(
 ) -> MoaBertConfig:
     _check_family(source)
     gating = {field.name for field in fields(GatingConfig)}
-    allowed = gating | {"num_attention_heads", "pre_norm"}
+    allowed = gating | {"num_attention_heads", "head_dim", "pre_norm"}
     unknown = sorted(set(config_fields) - allowed)
     if unknown:
         raise ValueError(
