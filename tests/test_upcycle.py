@@ -94,6 +94,25 @@ def test_pretrained_minilm_keeps_its_sentence_vectors(fields):
     torch.testing.assert_close(actual.pooler_output, expected.pooler_output, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", ["mha", "mae"])
+def test_first_training_step_is_the_sources_bit_for_bit(name, autocast):
+    """Dropout included; only the gate's own is off, which would draw random numbers of its own."""
+    source = source_of(dtype=torch.float32)
+    model = upcycle(source, mae_gate_dropout=0.0, **PRESERVING[name])
+    losses = []
+    for trained in (source, model):
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            ids, mask = batch()
+            loss = trained.train()(ids, attention_mask=mask, labels=torch.tensor([0, 1, 1])).loss
+        loss.backward()
+        losses.append(loss)
+    assert torch.equal(*losses)
+    for parameter_name, parameter in source.named_parameters():
+        assert torch.equal(model.get_parameter(parameter_name).grad, parameter.grad), parameter_name
+
+
 def test_config_and_labels_are_kept():
     source = source_of(num_labels=4, id2label={0: "a", 1: "b", 2: "c", 3: "d"})
     model = upcycle(source, "mae", mae_gate_hidden_size=16)
