@@ -143,6 +143,7 @@ class GatingArguments:
     )
     mae_num_dropped_heads: int | None = optional("MAE: heads that each expert leaves out.")
     mae_gate_type: str | None = optional("MAE: the gate; uniform is UNI-MAE.")
+    mae_gate_dropout: float | None = optional("MAE: dropout inside the gate.")
     num_attention_experts: int | None = optional("MoA: attention experts per layer.")
     num_attention_heads: int | None = optional(
         "MoA: heads active for a token. Default: the checkpoint's."
