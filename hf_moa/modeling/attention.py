@@ -21,6 +21,7 @@ from .gate_cache import gated_layer
 from .mae import MixtureOfHeads
 from .moa import MixtureOfAttentionExperts
 from .multi_head import MultiHead
+from .precision import at_least_float32
 
 
 class AttentionResult(NamedTuple):
@@ -204,9 +205,8 @@ class GatedAttention(nn.Module):
         past_key_values: Cache | None,
     ) -> dict[str, Tensor]:
         """Gates of this call and its cost per sequence, used and with all gates open."""
-        dtype = torch.promote_types(gates.query.dtype, torch.float32)
-        query = gates.query.to(dtype)
-        kv = None if gates.kv is None else gates.kv.to(dtype)
+        query = at_least_float32(gates.query)
+        kv = None if gates.kv is None else at_least_float32(gates.kv)
         visible = kv
         if past_key_values is not None:
             visible = self._visible_gates(kv, past_key_values)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .cct import ControlNetwork, make_norm
 from .cct_costs import feed_forward_cost
+from .precision import at_least_float32
 
 
 class FeedForwardGate(nn.Module):
@@ -47,7 +48,7 @@ class FeedForwardGate(nn.Module):
     ) -> tuple[Tensor, dict[str, Any]]:
         """`[B, T, d]` -> gates `[B, T, M]` and the record of gates and costs."""
         gates = self.control(hidden_states)
-        counted = gates.to(torch.promote_types(gates.dtype, torch.float32))
+        counted = at_least_float32(gates)
         everything = torch.ones_like(counted)
         return gates, {
             "ffn_gate": gates,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .precision import at_least_float32
+
 
 class GateBatchNorm(nn.BatchNorm1d):
     """`nn.BatchNorm1d` over the last dimension, whose batch statistics leave padding out.
@@ -28,8 +30,8 @@ class GateBatchNorm(nn.BatchNorm1d):
         super().__init__(num_features, dtype=dtype)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x = x.to(dtype)
+        x = at_least_float32(x)
+        dtype = x.dtype
         mean, var = self.running_mean.to(dtype), self.running_var.to(dtype)
         if self.training and self.weight.requires_grad:
             mean, var = self._batch_statistics(x, valid, mean, var)

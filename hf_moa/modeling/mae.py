@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from .gate_norm import GateBatchNorm
 from .multi_head import MultiHead
+from .precision import at_least_float32
 
 MAE_PHASES = ("mixture", "gate", "expert")
 EXPERT_SELECTIONS = ("argmax", "random", None)
@@ -104,7 +105,7 @@ class MaeGate(nn.Module):
         hidden = self.norm(pooled, valid).to(dtype)
         hidden = self.dropout(torch.tanh(self.dense(hidden)))
         logits = self.out(hidden)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
+        return at_least_float32(logits).softmax(dim=-1)
 
 
 class MixtureOfHeads(MultiHead):
@@ -203,7 +204,7 @@ class MixtureOfHeads(MultiHead):
         if self.gate is None:
             shape = (batch, length) if self.is_causal else (batch,)
             weights = hidden_states.new_full((*shape, self.num_experts), 1 / self.num_experts)
-            return weights.to(torch.promote_types(weights.dtype, torch.float32))
+            return at_least_float32(weights)
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and not (self.training and self.phase == "expert")
         ):
@@ -212,7 +213,7 @@ class MixtureOfHeads(MultiHead):
             else:
                 if padding_mask is not None:
                     padding_mask = padding_mask[:, -length:]
-                pooled = masked_mean(_accumulate(hidden_states), padding_mask)
+                pooled = masked_mean(at_least_float32(hidden_states), padding_mask)
                 valid = None if padding_mask is None else padding_mask.any(dim=1)
             return self.gate(pooled, valid, dtype=hidden_states.dtype)
 
@@ -227,14 +228,9 @@ class MixtureOfHeads(MultiHead):
             inputs = inputs[:, -reach:]
         if padding_mask is not None:
             padding_mask = padding_mask[:, -inputs.shape[1] :]
-        pooled = windowed_mean(_accumulate(inputs), padding_mask, self.window)[:, -length:]
+        pooled = windowed_mean(at_least_float32(inputs), padding_mask, self.window)[:, -length:]
         return pooled, None if padding_mask is None else padding_mask[:, -length:]
 
     @staticmethod
     def _one_hot(index: Tensor, like: Tensor) -> Tensor:
         return nn.functional.one_hot(index, like.shape[-1]).to(like.dtype)
-
-
-def _accumulate(x: Tensor) -> Tensor:
-    """Means are taken in float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

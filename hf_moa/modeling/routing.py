@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .precision import at_least_float32
 from .router_losses import importance_loss, load_balance_loss, load_loss, smooth_load, z_loss
 
 
@@ -56,7 +57,7 @@ class TopKRouter(nn.Module):
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Routing:
-        logits = _at_least_float32(self.gate(hidden_states))
+        logits = at_least_float32(self.gate(hidden_states))
         return self.select(logits, padding_mask)
 
     def select(self, logits: Tensor, padding_mask: Tensor | None) -> Routing:
@@ -93,8 +94,8 @@ class NoisyTopKRouter(TopKRouter):
         self.noise = nn.Linear(hidden_size, num_experts, bias=False)
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Routing:
-        clean = _at_least_float32(self.gate(hidden_states))
-        scale = nn.functional.softplus(_at_least_float32(self.noise(hidden_states)))
+        clean = at_least_float32(self.gate(hidden_states))
+        scale = nn.functional.softplus(at_least_float32(self.noise(hidden_states)))
         noisy = clean + torch.randn_like(clean) * scale if self.training else clean
         routing = self.select(noisy, padding_mask)
         load = smooth_load(clean, noisy, scale, num_selected=self.num_selected)
@@ -103,8 +104,3 @@ class NoisyTopKRouter(TopKRouter):
 
 
 ROUTERS = {"topk": TopKRouter, "noisy_topk": NoisyTopKRouter}
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    """Routing decisions are taken in float32 (float64 stays), whatever the model's dtype."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

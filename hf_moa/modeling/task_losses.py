@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .precision import at_least_float32
+
 IGNORE_INDEX = -100
 
 
@@ -17,7 +19,7 @@ def token_loss(logits: Tensor, labels: Tensor, *, num_items_in_batch=None) -> Te
         num_items_in_batch: labelled tokens of the whole accumulated batch. With it the loss is this
             call's part of that batch's mean; without it, the mean over this call.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    logits = at_least_float32(logits).flatten(0, -2)
     labels = labels.flatten().to(logits.device)
     if num_items_in_batch is None:
         return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
