@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cct import GatedAttentionControl
-from .gate_cache import gated_layer
+from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
+from .cct_costs import AttentionCost, used_and_full
+from .gate_cache import Window, gated_layer
 from .mae import MixtureOfHeads
 from .moa import MixtureOfAttentionExperts
 from .multi_head import MultiHead
-from .precision import at_least_float32
 
 
 class AttentionResult(NamedTuple):
@@ -43,45 +43,76 @@ class AttentionResult(NamedTuple):
 class GatedAttention(nn.Module):
     """Attention whose heads are a mixture and whose tokens may be skipped.
 
-    A subclass sets the attributes below in `__init__`, registers its projections, and implements
-    `project`. It calls `self.mixture.output(linear, context, mix)`.
+    A subclass registers its projections, implements `project`, and ends with
+    `self.mixture.output(linear, context, mix)`.
+
+    Args:
+        config: a `GatingConfig`.
+        hidden_size, num_heads, head_dim: d, h (k for MoA) and dh.
+        scaling: factor of the scores.
+        attention_dropout: dropout on the attention probabilities.
+        is_causal: self-attention that sees no later token.
+        is_cross_attention: keys and values come from other tokens.
+        gates_are_causal: MAE gates see no later token: in every layer of a decoder.
+        layer_idx: of the cache.
+        norm: makes CCT's extra norms for a width, as the backbone's own are.
 
     Attributes:
-        config: read for the attention implementation only.
         mixture: `MultiHead`, `MixtureOfHeads` or `MixtureOfAttentionExperts`.
         cct: `GatedAttentionControl`, or None.
-        head_dim, num_kv_heads: dh, and the heads of keys and values (1 for MoA).
-        scaling, attention_dropout, is_causal, is_cross_attention, layer_idx: as in transformers.
+        num_kv_heads: heads of keys and values, 1 for MoA.
     """
-
-    mixture: nn.Module
-    cct: GatedAttentionControl | None
 
     def __init__(
         self,
         config,
         *,
-        mixture: nn.Module,
-        cct: GatedAttentionControl | None,
+        hidden_size: int,
+        num_heads: int,
         head_dim: int,
-        num_kv_heads: int,
         scaling: float,
         attention_dropout: float,
         is_causal: bool,
         is_cross_attention: bool,
+        gates_are_causal: bool,
         layer_idx: int,
+        norm: Callable[[int], nn.Module],
     ):
         super().__init__()
         self.config = config
         self.head_dim = head_dim
-        self.num_kv_heads = num_kv_heads
+        self.is_moa = config.attention_type == "moa"
+        self.num_kv_heads = 1 if self.is_moa else num_heads
         self.scaling = scaling
         self.attention_dropout = attention_dropout
         self.is_causal = is_causal
         self.is_cross_attention = is_cross_attention
         self.layer_idx = layer_idx
-        self.mixture = mixture
-        self.cct = cct
+        self.mixture = build_mixture(
+            config,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            gates_are_causal=gates_are_causal,
+        )
+        self.cct = None
+        if config.has_cct:
+            self.cct = GatedAttentionControl(
+                hidden_size=hidden_size,
+                gate_hidden_size=config.cct_gate_hidden_size,
+                kv_size=self.num_kv_heads * head_dim,
+                context_size=head_dim if self.is_moa else num_heads * head_dim,
+                joint_context=not self.is_moa,
+                norm=sublayer_norm(config, norm),
+                is_cross_attention=is_cross_attention,
+                starts_open=not config.cct_sublayer_norm,
+                cost=AttentionCost.of(
+                    hidden_size=hidden_size,
+                    num_heads=num_heads,
+                    num_kv_heads=self.num_kv_heads,
+                    head_dim=head_dim,
+                ),
+            )
 
     def project(
         self, hidden_states: Tensor, source: Tensor | None, mix: Any
@@ -106,6 +137,7 @@ class GatedAttention(nn.Module):
         encoder_hidden_states: Tensor | None = None,
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> AttentionResult:
@@ -114,13 +146,17 @@ class GatedAttention(nn.Module):
             hidden_states: `[B, T, d]`.
             attention_mask: what transformers' masking utilities made for the implementation.
             encoder_hidden_states: `[B, S, d]`, in cross-attention.
-            padding_mask: `[B, past + T]` bool, real tokens of the sequence; None for all.
+            padding_mask: `[B, T]` bool, the real ones of these tokens; None for all.
             encoder_padding_mask: `[B, S]` bool, the same of `encoder_hidden_states`.
+            position_bias: added to the scores, one for each head that the layer has: `[1, h, T, S]`,
+                for MoA `[1, N, T, S]`.
             past_key_values: the cache, if any.
             kwargs: handed on to the attention implementation.
         """
         mix, record = self.mixture.route(
-            hidden_states, padding_mask, self._gate_history(hidden_states, past_key_values)
+            hidden_states,
+            padding_mask,
+            self._gate_window(hidden_states, padding_mask, past_key_values),
         )
         source = self._source(hidden_states, encoder_hidden_states, past_key_values)
         gates = None if self.cct is None else self.cct.gates(hidden_states, source)
@@ -131,10 +167,9 @@ class GatedAttention(nn.Module):
         if self.num_kv_heads == 1 and heads > 1:
             # stride 0: one set of keys serves every head, whatever the implementation
             key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        context, attentions = attend(
+        if position_bias is not None:
+            kwargs["position_bias"] = self.mixture.position_bias(position_bias, mix)
+        context, attentions = self.attention_function()(
             self,
             query,
             key,
@@ -147,17 +182,29 @@ class GatedAttention(nn.Module):
         context = context.reshape(*hidden_states.shape[:-1], heads, self.head_dim)
         if gates is not None:
             context = self.cct.gate_context(context, gates.query)
-            mask = encoder_padding_mask if self.is_cross_attention else padding_mask
-            record |= self._cct_record(gates, padding_mask, mask, past_key_values)
+            kv_mask = encoder_padding_mask if self.is_cross_attention else padding_mask
+            record |= self._cct_record(gates, padding_mask, kv_mask, past_key_values)
         return AttentionResult(context, attentions, mix, record)
 
-    def _gate_history(self, hidden_states: Tensor, past_key_values: Cache | None) -> Tensor | None:
-        """All inputs that a causal MAE gate has seen, `[B, past + T, d]`."""
-        remembers = isinstance(self.mixture, MixtureOfHeads) and self.mixture.is_causal
-        if past_key_values is None or not remembers or self.mixture.gate is None:
+    def attention_function(self) -> Callable:
+        """The attention implementation that the model is set to."""
+        return ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+
+    def _gate_window(
+        self, hidden_states: Tensor, padding_mask: Tensor | None, past_key_values: Cache | None
+    ) -> Window | None:
+        """The inputs that a causal MAE gate averages, the cached ones included."""
+        if past_key_values is None or not self.mixture.remembers:
             return None
+        if padding_mask is None:
+            padding_mask = torch.ones(
+                hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device
+            )
         name = "cross_gate_inputs" if self.is_cross_attention else "gate_inputs"
-        return gated_layer(past_key_values, self.layer_idx).append(name, hidden_states)
+        layer = gated_layer(past_key_values, self.layer_idx)
+        return layer.window(name, hidden_states, padding_mask, size=self.mixture.window)
 
     def _source(
         self,
@@ -191,7 +238,8 @@ class GatedAttention(nn.Module):
         )
         if cache is not None:
             if gates is not None:
-                gated_layer(cache, self.layer_idx)  # before the plain layer takes the first keys
+                # before the plain layer takes the first keys
+                gated_layer(past_key_values, self.layer_idx, cross=self.is_cross_attention)
             key, value = cache.update(key, value, self.layer_idx)
             if self.is_cross_attention:
                 past_key_values.is_updated[self.layer_idx] = True
@@ -199,44 +247,32 @@ class GatedAttention(nn.Module):
 
     def _cct_record(
         self,
-        gates: Any,
+        gates: AttentionGates,
         padding_mask: Tensor | None,
         kv_mask: Tensor | None,
         past_key_values: Cache | None,
     ) -> dict[str, Tensor]:
-        """Gates of this call and its cost per sequence, used and with all gates open."""
-        query = at_least_float32(gates.query)
-        kv = None if gates.kv is None else at_least_float32(gates.kv)
-        visible = kv
+        """Gates of this call and its `cost` `[B, 2]`, used and full."""
+        query = used_and_full(gates.query, padding_mask)
+        kv = None if gates.kv is None else used_and_full(gates.kv, kv_mask)
+        keys = self._keys_in_sight(kv, past_key_values)
+        cost = self.cct.cost.per_sequence(query=query, kv=kv, keys=keys)
+        return {"query_gate": gates.query, "kv_gate": gates.kv, "cost": cost}
+
+    def _keys_in_sight(self, kv: Tensor | None, past_key_values: Cache | None) -> Tensor:
+        """How many keys each query attends to, skipped ones left out and counted: `[B, T or 1, 2]`.
+
+        Args:
+            kv: `[B, S, 2]`, of `used_and_full`; None where keys are cached.
+        """
+        past = None
         if past_key_values is not None:
-            visible = self._visible_gates(kv, past_key_values)
-        if padding_mask is not None:
-            padding_mask = padding_mask[:, -query.shape[1] :]
-
-        def cost(query: Tensor, kv: Tensor | None, visible: Tensor) -> Tensor:
-            return self.cct.cost.per_sequence(
-                query=query,
-                kv=kv,
-                visible=visible,
-                query_mask=padding_mask,
-                kv_mask=kv_mask,
-                is_causal=self.is_causal,
-            )
-
-        open_kv = None if kv is None else torch.ones_like(kv)
-        return {
-            "query_gate": gates.query,
-            "kv_gate": gates.kv,
-            "used_cost": cost(query, kv, visible),
-            "full_cost": cost(torch.ones_like(query), open_kv, torch.ones_like(visible)),
-        }
-
-    def _visible_gates(self, kv: Tensor | None, past_key_values: Cache) -> Tensor:
-        """Gates of all keys attended to, `[B, S]`, the cached ones included."""
-        if not self.is_cross_attention:
-            return gated_layer(past_key_values, self.layer_idx).append("kv_gates", kv)
-        layer = gated_layer(past_key_values.cross_attention_cache, self.layer_idx)
-        return layer.token_states["kv_gates"] if kv is None else layer.append("kv_gates", kv)
+            layer = gated_layer(past_key_values, self.layer_idx, cross=self.is_cross_attention)
+            if kv is None:
+                return layer.counted("keys").unsqueeze(1)
+            past = layer.count("keys", kv).unsqueeze(1)
+        keys = kv.cumsum(dim=1) if self.is_causal else kv.sum(dim=1, keepdim=True)
+        return keys if past is None else keys + past
 
 
 def eager_attention_forward(

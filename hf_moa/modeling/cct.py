@@ -3,19 +3,19 @@ Quality for Neural Sequence Models").
 
 Small control networks gate the parts of each layer. In training a gate is a noisy sigmoid and the
 layer is computed in expectation; in eval it is a hard 0/1 decision, and what is gated off is
-skipped. A budget tells the model how much to compute: it is an input (a control symbol added to
-every token embedding) and a target (the budget loss, in `cct_costs.py`).
+skipped. A budget tells the model how much to compute: it is an input (`budgets.py`) and a target
+(the budget loss, in `cct_costs.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .cct_costs import AttentionCost
-from .configuration_gating import is_budget
 
 # Logit at which gates of a converted checkpoint start: sigmoid(4) = 0.982.
 OPEN_GATE_LOGIT = 4.0
@@ -73,10 +73,10 @@ class GatedAttentionControl(nn.Module):
         kv_size: width of the projected keys (and values) of a token.
         context_size: width that `LN(a)` normalises.
         joint_context: whether that is all heads together, or each (attention expert) by itself.
-        sublayer_norm: whether the LayerNorms are there.
+        norm: makes LN for a width.
         is_cross_attention: keys and values come from other tokens, with a control network of
             their own.
-        norm_eps: of the LayerNorms.
+        starts_open: see `ControlNetwork`.
         cost: what the gates can skip.
     """
 
@@ -88,9 +88,9 @@ class GatedAttentionControl(nn.Module):
         kv_size: int,
         context_size: int,
         joint_context: bool,
-        sublayer_norm: bool,
+        norm: Callable[[int], nn.Module],
         is_cross_attention: bool,
-        norm_eps: float,
+        starts_open: bool,
         cost: AttentionCost,
     ):
         super().__init__()
@@ -102,14 +102,14 @@ class GatedAttentionControl(nn.Module):
                 hidden_size=hidden_size,
                 gate_hidden_size=gate_hidden_size,
                 num_gates=num_gates,
-                starts_open=not sublayer_norm,
+                starts_open=starts_open,
             )
 
         self.control = network(1 if is_cross_attention else 2)
         self.source_control = network(1) if is_cross_attention else None
-        self.key_norm = make_norm(kv_size, eps=norm_eps, present=sublayer_norm)
-        self.value_norm = make_norm(kv_size, eps=norm_eps, present=sublayer_norm)
-        self.context_norm = make_norm(context_size, eps=norm_eps, present=sublayer_norm)
+        self.key_norm = norm(kv_size)
+        self.value_norm = norm(kv_size)
+        self.context_norm = norm(context_size)
 
     def gates(self, hidden_states: Tensor, source: Tensor | None) -> AttentionGates:
         """Gates for the tokens `[B, T, d]` and, in cross-attention, for `source` `[B, S, d]`
@@ -134,101 +134,7 @@ class GatedAttentionControl(nn.Module):
         return normed.view(context.shape) * gate
 
 
-class Budget(NamedTuple):
-    """The budgets of one call: `index` `[B]` into the distinct budgets, their `value` `[B]`, and
-    the control symbols `embedding` `[B, 1, d]`."""
-
-    index: Tensor
-    value: Tensor
-    embedding: Tensor
-
-
-class BudgetControl(nn.Module):
-    """The budgets that a model knows, their control symbols, and the choice of one per sequence.
-
-    Args:
-        budgets: the configured list; repeats are sampling weights.
-        hidden_size: d.
-        symbols_start_at_zero: control symbols of a converted checkpoint start at zero.
-    """
-
-    def __init__(self, budgets: list[float], *, hidden_size: int, symbols_start_at_zero: bool):
-        super().__init__()
-        self.sampled = [float(budget) for budget in budgets]
-        self.distinct = sorted(set(self.sampled), reverse=True)
-        self.symbols_start_at_zero = symbols_start_at_zero
-        self.control_symbols = nn.Embedding(len(self.distinct), hidden_size)
-        self.chosen: float | None = None
-
-    def choose(self, budget: float | None) -> None:
-        """Use `budget` wherever a call names none; None undoes it."""
-        if budget is not None:
-            self.position(budget)
-        self.chosen = budget
-
-    def position(self, budget: float) -> int:
-        """Index of `budget` among the distinct budgets.
-
-        Raises:
-            ValueError: it is not one of them.
-        """
-        for i, known in enumerate(self.distinct):
-            if is_budget(budget) and abs(known - budget) < 1e-6:
-                return i
-        raise ValueError(
-            f"budget must be one of the model's budgets {self.distinct} (got {budget!r}). "
-            "They are set by `cct_budgets` in the config."
-        )
-
-    def forward(self, batch_size: int, device: torch.device, budget=None) -> Budget:
-        """Resolve the budgets of a batch.
-
-        Args:
-            batch_size: B.
-            device: of the index.
-            budget: a number for all, a tensor or list `[B]` with one per sequence, or None: the
-                chosen one if any; else in training a uniform draw from the list for each sequence,
-                in eval the largest.
-        """
-        index = self._index(batch_size, device, self.chosen if budget is None else budget)
-        value = torch.tensor(self.distinct, device=device)[index]
-        return Budget(index, value, self.control_symbols(index).unsqueeze(1))
-
-    def _index(self, batch_size: int, device: torch.device, budget) -> Tensor:
-        if budget is None and self.training:
-            table = torch.tensor([self.distinct.index(b) for b in self.sampled], device=device)
-            return table[torch.randint(len(table), (batch_size,), device=device)]
-        if budget is None:
-            return torch.zeros(batch_size, dtype=torch.long, device=device)
-        if isinstance(budget, Tensor):
-            budget = budget.to(device)
-            return self._tensor_index(budget if budget.ndim else budget.expand(batch_size), batch_size)
-        if isinstance(budget, (list, tuple)):
-            return self._tensor_index(torch.tensor(budget, device=device), batch_size)
-        return torch.full((batch_size,), self.position(budget), device=device)
-
-    def _tensor_index(self, budget: Tensor, batch_size: int) -> Tensor:
-        if budget.shape != (batch_size,):
-            raise ValueError(
-                f"budget must be a number or hold one number per sequence: shape ({batch_size},) "
-                f"(got shape {tuple(budget.shape)})."
-            )
-        table = torch.tensor(self.distinct, device=budget.device, dtype=torch.float64)
-        distance = (budget.double().unsqueeze(-1) - table).abs()
-        closest, index = distance.min(dim=-1)
-        # float32 tensors hold 0.33 to 1e-8, bfloat16 ones to 1e-3.
-        tolerance = torch.finfo(budget.dtype).eps if budget.is_floating_point() else 0.0
-        known = (closest <= tolerance).all()  # False for NaN too
-        if torch.compiler.is_compiling():
-            torch._assert_async(known)
-        elif budget.dtype == torch.bool or not bool(known):
-            raise ValueError(
-                f"budget must hold budgets of the model, {self.distinct} (got {budget.tolist()}). "
-                "They are set by `cct_budgets` in the config."
-            )
-        return index
-
-
-def make_norm(size: int, *, eps: float, present: bool) -> nn.Module:
-    """One of the paper's extra LayerNorms, or nothing in its place."""
-    return nn.LayerNorm(size, eps=eps) if present else nn.Identity()
+def sublayer_norm(config, norm: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
+    """The paper's extra LayerNorms, made by `norm`; or nothing in their place, where
+    `cct_sublayer_norm` leaves them out."""
+    return norm if config.cct_sublayer_norm else lambda size: nn.Identity()

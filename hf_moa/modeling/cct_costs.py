@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .precision import at_least_float32
+
 
 @dataclass(frozen=True)
 class AttentionCost:
@@ -35,57 +37,48 @@ class AttentionCost:
             pair=2 * num_heads * head_dim,
         )
 
-    def per_sequence(
-        self,
-        *,
-        query: Tensor,
-        kv: Tensor | None,
-        visible: Tensor,
-        query_mask: Tensor | None,
-        kv_mask: Tensor | None,
-        is_causal: bool,
-    ) -> Tensor:
-        """Cost of each sequence, `[B]`.
+    def per_sequence(self, *, query: Tensor, kv: Tensor | None, keys: Tensor) -> Tensor:
+        """Cost of each sequence, used and full: `[B, 2]`.
 
         Args:
-            query: `[B, T]`, gates of the queries.
-            kv: `[B, S']`, gates of the keys projected in this call; None where there are none.
-            visible: `[B, S]`, gates of all keys attended to, cached ones included.
-            query_mask, kv_mask: `[B, T]` and `[B, S]` bool, real tokens; None for all.
-            is_causal: query t, the (S - T + t)-th token, sees the keys up to itself.
+            query: `[B, T, 2]`, gates of the queries (see `used_and_full`).
+            kv: `[B, S, 2]`, gates of the keys projected in this call; None where there are none.
+            keys: `[B, T, 2]` or `[B, 1, 2]`, how many keys a query attends to: a sum of their gates.
         """
-        if query_mask is not None:
-            query = query * query_mask
-        if kv_mask is not None:
-            visible = visible * kv_mask
-            kv = None if kv is None else kv * kv_mask[:, -kv.shape[1] :]
-        length = query.shape[1]
-        if is_causal:
-            keys = visible.cumsum(dim=1)[:, -length:]
-        else:
-            keys = visible.sum(dim=1, keepdim=True)
         cost = (query * (self.query + self.pair * keys)).sum(dim=1)
         return cost if kv is None else cost + self.kv * kv.sum(dim=1)
 
 
+def used_and_full(gates: Tensor, mask: Tensor | None) -> Tensor:
+    """Gates `[B, T]`, and all of them open: `[B, T, 2]`, in float32 at least, 0 for padding.
+
+    Args:
+        mask: `[B, T]` bool, real tokens; None for all.
+    """
+    gates = at_least_float32(gates)
+    both = torch.stack([gates, torch.ones_like(gates)], dim=-1)
+    return both if mask is None else both * mask.unsqueeze(-1)
+
+
 def feed_forward_cost(gates: Tensor, mask: Tensor | None, *, part: int) -> Tensor:
-    """Cost of a feed-forward layer for each sequence, `[B]`.
+    """Cost of a feed-forward layer for each sequence, used and full: `[B, 2]`.
 
     Args:
         gates: `[B, T, M]`.
         mask: `[B, T]` bool, real tokens; None for all.
         part: multiply-accumulates of one part for one token.
     """
-    per_token = gates.sum(dim=-1) * part
-    return (per_token if mask is None else per_token * mask).sum(dim=1)
+    share = used_and_full(at_least_float32(gates).mean(dim=-1), mask)
+    return share.sum(dim=1) * part * gates.shape[-1]
 
 
-def compute_fraction(used: Tensor, full: Tensor) -> Tensor:
-    """`used / full` for each sequence, `[B]`; 1 for a sequence without tokens."""
+def compute_fraction(cost: Tensor) -> Tensor:
+    """Used / full of a cost `[B, 2]`, `[B]`; 1 for a sequence without tokens."""
+    used, full = cost.unbind(dim=-1)
     return torch.where(full > 0, used / full.clamp(min=1), 1.0)
 
 
-def budget_loss(used: Tensor, full: Tensor, *, index: Tensor, budgets: list[float]) -> Tensor:
+def budget_loss(cost: Tensor, *, index: Tensor, budgets: list[float]) -> Tensor:
     """`|C_budget - C_util| / C_budget` (Bapna et al. 2020) for each budget in the batch.
 
     The sequences that drew the same budget form a group: `C_util` is what the group used,
@@ -93,13 +86,14 @@ def budget_loss(used: Tensor, full: Tensor, *, index: Tensor, budgets: list[floa
     sequences.
 
     Args:
-        used, full: `[B]`, cost of each sequence, with its gates and with all gates open.
+        cost: `[B, 2]`, of each sequence: used, and with all gates open.
         index: `[B]` int64, the budget of each sequence.
         budgets: the distinct budgets that `index` points into.
 
     Returns:
         A scalar.
     """
+    used, full = cost.unbind(dim=-1)
     member = torch.nn.functional.one_hot(index, len(budgets)).to(used.dtype)  # [B, budgets]
 
     def per_group(cost: Tensor) -> Tensor:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .cct import ControlNetwork, make_norm
+from .cct import ControlNetwork
 from .cct_costs import feed_forward_cost
-from .precision import at_least_float32
 
 
 class FeedForwardGate(nn.Module):
@@ -46,15 +45,10 @@ class FeedForwardGate(nn.Module):
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """`[B, T, d]` -> gates `[B, T, M]` and the record of gates and costs."""
+        """`[B, T, d]` -> gates `[B, T, M]` and the record of gates and `cost` `[B, 2]`."""
         gates = self.control(hidden_states)
-        counted = at_least_float32(gates)
-        everything = torch.ones_like(counted)
-        return gates, {
-            "ffn_gate": gates,
-            "used_cost": feed_forward_cost(counted, padding_mask, part=self.part_cost),
-            "full_cost": feed_forward_cost(everything, padding_mask, part=self.part_cost),
-        }
+        cost = feed_forward_cost(gates, padding_mask, part=self.part_cost)
+        return gates, {"ffn_gate": gates, "cost": cost}
 
     def split(self, activation: Tensor, gates: Tensor) -> Tensor:
         """Gate the M slices of a hidden activation `[B, T, ff]`.
@@ -73,8 +67,7 @@ class GatedFeedForward(nn.Module):
         parts: the M networks F_m; each maps `(x, padding_mask)` to `(y, record)`.
         gate: their gates.
         hidden_size: d.
-        sublayer_norm: whether the LayerNorms are there.
-        norm_eps: of the LayerNorms.
+        norm: makes LN for a width.
     """
 
     def __init__(
@@ -83,20 +76,14 @@ class GatedFeedForward(nn.Module):
         gate: FeedForwardGate,
         *,
         hidden_size: int,
-        sublayer_norm: bool,
-        norm_eps: float,
+        norm: Callable[[int], nn.Module],
     ):
         super().__init__()
         self.gate = gate
         self.parts = nn.ModuleList(parts)
 
-        def norms() -> nn.ModuleList:
-            return nn.ModuleList(
-                make_norm(hidden_size, eps=norm_eps, present=sublayer_norm) for _ in parts
-            )
-
-        self.input_norms = norms()
-        self.output_norms = norms()
+        self.input_norms = nn.ModuleList(norm(hidden_size) for _ in parts)
+        self.output_norms = nn.ModuleList(norm(hidden_size) for _ in parts)
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None

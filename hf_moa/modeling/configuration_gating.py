@@ -17,16 +17,26 @@ ROUTER_TYPES = ("topk", "noisy_topk")
 FFN_TYPES = ("dense", "moe")
 CCT_EXECUTIONS = ("auto", "sparse", "dense")
 
-# The fields of `outputs.GatingOutput`; `Trainer` must not collect them into predictions.
+# The fields of `outputs.GatingOutput` and `GatingSeq2SeqOutput`; `Trainer` must not collect them
+# into predictions.
 GATING_OUTPUT_FIELDS = (
     "aux_loss",
     "aux_losses",
     "compute_fraction",
+    "compute_cost",
     "router_logits",
     "expert_weights",
     "cct_gates",
     "cross_router_logits",
     "cross_expert_weights",
+    "encoder_compute_fraction",
+    "decoder_compute_fraction",
+    "encoder_router_logits",
+    "decoder_router_logits",
+    "encoder_expert_weights",
+    "decoder_expert_weights",
+    "encoder_cct_gates",
+    "decoder_cct_gates",
 )
 
 
@@ -161,6 +171,8 @@ class GatingConfig:
         self._validate_routing()
         if self.cct_budgets is not None:
             self.validate_budgets()
+            if self.ffn_size % self.cct_num_ffn_splits != 0:
+                fail(self, "cct_num_ffn_splits", f"must divide the feed-forward size {self.ffn_size}")
 
     def validate_budgets(self) -> None:
         """Check `cct_budgets`: a non-empty list of numbers in (0, 1]. (T5 also takes pairs.)"""
@@ -170,8 +182,26 @@ class GatingConfig:
         for budget in budgets:
             if not is_budget(budget):
                 fail(self, "cct_budgets", f"must hold numbers in (0, 1], but holds {budget!r}")
-        if self.ffn_size % self.cct_num_ffn_splits != 0:
-            fail(self, "cct_num_ffn_splits", f"must divide the feed-forward size {self.ffn_size}")
+
+    def validate_head_dim(self) -> None:
+        """Check `head_dim` where it may be None: hidden_size / num_attention_heads, but free for MoA."""
+        if self.head_dim is not None:
+            check_int(self, "head_dim", minimum=1)
+        heads, is_moa = self.num_attention_heads, self.attention_type == "moa"
+        if self.hidden_size % heads != 0 and not (is_moa and self.head_dim is not None):
+            fail(
+                self,
+                "num_attention_heads",
+                f"must divide hidden_size={self.hidden_size}, or attention_type be 'moa' and head_dim "
+                f"be given (attention_type={self.attention_type!r}, head_dim={self.head_dim!r})",
+            )
+        if not is_moa and self.head_dim not in (None, self.hidden_size // heads):
+            fail(
+                self,
+                "head_dim",
+                f"must be hidden_size / num_attention_heads = {self.hidden_size // heads} (or None) "
+                f"for attention_type={self.attention_type!r}; it is free for 'moa'",
+            )
 
     def _validate_heads(self) -> None:
         heads = self.num_attention_heads
@@ -218,6 +248,11 @@ class GatingConfig:
     def attention_experts(self) -> int:
         """N of MoA: `num_attention_experts`, or twice the active heads."""
         return self.num_attention_experts or 2 * self.num_attention_heads
+
+    @property
+    def stack_budgets(self) -> list[float]:
+        """The budgets of one stack of layers, repeats included."""
+        return self.cct_budgets
 
     @property
     def has_cct(self) -> bool:

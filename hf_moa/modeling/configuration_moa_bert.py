@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import BertConfig
 
-from .configuration_gating import GatingConfig, check_bool, check_int, fail
+from .configuration_gating import GatingConfig, check_bool
 
 
 class MoaBertConfig(GatingConfig, BertConfig):
@@ -38,23 +38,7 @@ class MoaBertConfig(GatingConfig, BertConfig):
     def validate_gating(self) -> None:
         super().validate_gating()
         check_bool(self, "pre_norm")
-        if self.head_dim is not None:
-            check_int(self, "head_dim", minimum=1)
-        heads, is_moa = self.num_attention_heads, self.attention_type == "moa"
-        if self.hidden_size % heads != 0 and not (is_moa and self.head_dim is not None):
-            fail(
-                self,
-                "num_attention_heads",
-                f"must divide hidden_size={self.hidden_size}, or attention_type be 'moa' and head_dim "
-                f"be given (attention_type={self.attention_type!r}, head_dim={self.head_dim!r})",
-            )
-        if not is_moa and self.head_dim not in (None, self.hidden_size // heads):
-            fail(
-                self,
-                "head_dim",
-                f"must be hidden_size / num_attention_heads = {self.hidden_size // heads} (or None) "
-                f"for attention_type={self.attention_type!r}; it is free for 'moa'",
-            )
+        self.validate_head_dim()
 
     @property
     def ffn_size(self) -> int:

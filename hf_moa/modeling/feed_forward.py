@@ -2,54 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from .cct import sublayer_norm
 from .cct_feed_forward import FeedForwardGate, GatedFeedForward
 from .moe import SparseMoeFeedForward
 
 
 class DenseFeedForward(nn.Module):
-    """`W2 act(W1 x + b1) + b2`: one part of a CCT feed-forward layer."""
+    """`W2 act(W1 x)`, or `W2 (act(W1 x) * W3 x)`: one part of a CCT feed-forward layer.
 
-    def __init__(self, *, hidden_size: int, intermediate_size: int, activation: str):
+    Args:
+        hidden_size, intermediate_size: d and the width of the part.
+        activation: name of the activation.
+        is_gated: whether there is a W3, as in T5's "gated-gelu".
+        bias: whether W1 and W2 (and W3) have biases.
+        dropout: on the hidden activation.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        is_gated: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ):
         super().__init__()
-        self.up = nn.Linear(hidden_size, intermediate_size)
+        self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.linear = nn.Linear(hidden_size, intermediate_size, bias=bias) if is_gated else None
         self.activation = ACT2FN[activation]
-        self.down = nn.Linear(intermediate_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        return self.down(self.activation(self.up(hidden_states))), {}
+        activation = self.activation(self.up(hidden_states))
+        if self.linear is not None:
+            activation = activation * self.linear(hidden_states)
+        return self.down(self.dropout(activation)), {}
 
 
 def build_feed_forward(
-    config, *, hidden_size: int, intermediate_size: int, activation: str, norm_eps: float
+    config,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    activation: str,
+    norm: Callable[[int], nn.Module],
+    is_gated: bool = False,
+    bias: bool = True,
+    dropout: float = 0.0,
 ) -> nn.Module | None:
     """A module `(x, padding_mask) -> (y, record)`, or None for the backbone's own dense layer.
 
     The backbone keeps its own where experts and the paper's LayerNorms leave its matrices whole;
-    with CCT it then gates them with `build_feed_forward_gate`.
+    with CCT it then gates them with `build_feed_forward_gate` and `gated_dense`.
+
+    Args:
+        config: a `GatingConfig`.
+        norm: makes CCT's extra norms for a width, as the backbone's own are.
+        hidden_size, intermediate_size, activation, is_gated, bias, dropout: of the backbone's dense
+            layer; see `DenseFeedForward`. Experts have no dropout inside.
     """
     num_parts = config.cct_num_ffn_splits if config.has_cct else 1
-    sizes = {
+    shape = {
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size // num_parts,
         "activation": activation,
+        "is_gated": is_gated,
+        "bias": bias,
     }
 
     def part() -> nn.Module:
         if config.ffn_type == "dense":
-            return DenseFeedForward(**sizes)
+            return DenseFeedForward(dropout=dropout, **shape)
         return SparseMoeFeedForward(
             config,
             num_experts=config.num_ffn_experts,
             num_selected=config.num_ffn_experts_per_token,
             router_type=config.router_type,
-            **sizes,
+            **shape,
         )
 
     if not config.has_cct:
@@ -58,20 +98,53 @@ def build_feed_forward(
         return None
     return GatedFeedForward(
         [part() for _ in range(num_parts)],
-        build_feed_forward_gate(config, hidden_size=hidden_size, intermediate_size=intermediate_size),
+        _gate(config, hidden_size, intermediate_size, is_gated),
         hidden_size=hidden_size,
-        sublayer_norm=config.cct_sublayer_norm,
-        norm_eps=norm_eps,
+        norm=sublayer_norm(config, norm),
     )
 
 
-def build_feed_forward_gate(config, *, hidden_size: int, intermediate_size: int) -> FeedForwardGate:
-    """CCT's gates of a feed-forward layer."""
+def build_feed_forward_gate(
+    config, *, hidden_size: int, intermediate_size: int, is_gated: bool = False
+) -> FeedForwardGate | None:
+    """CCT's gates of the backbone's own dense layer; None without CCT."""
+    return _gate(config, hidden_size, intermediate_size, is_gated) if config.has_cct else None
+
+
+def gated_dense(
+    x: Tensor,
+    padding_mask: Tensor | None,
+    *,
+    hidden: Callable[[Tensor], Tensor],
+    output: Callable[[Tensor], Tensor],
+    gate: FeedForwardGate | None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """`output(g * hidden(x))` with CCT's gates g on slices of the hidden activation.
+
+    Args:
+        x: `[B, T, d]`.
+        padding_mask: `[B, T]` bool, real tokens; None for all.
+        hidden: `[B, T, d]` -> `[B, T, ff]`, the layer's activation.
+        output: `[B, T, ff]` -> `[B, T, d]`.
+        gate: None leaves the dense layer as it is.
+
+    Returns:
+        `[B, T, d]` and the record of the gates.
+    """
+    if gate is None:
+        return output(hidden(x)), {}
+    gates, record = gate(x, padding_mask)
+    return output(gate.split(hidden(x), gates)), record
+
+
+def _gate(config, hidden_size: int, intermediate_size: int, is_gated: bool) -> FeedForwardGate:
     active = config.num_ffn_experts_per_token if config.ffn_type == "moe" else 1
+    matrices = 3 if is_gated else 2
+    num_splits = config.cct_num_ffn_splits
     return FeedForwardGate(
         hidden_size=hidden_size,
         gate_hidden_size=config.cct_gate_hidden_size,
-        num_splits=config.cct_num_ffn_splits,
-        part_cost=2 * hidden_size * active * intermediate_size // config.cct_num_ffn_splits,
+        num_splits=num_splits,
+        part_cost=matrices * hidden_size * active * (intermediate_size // num_splits),
         starts_open=not config.cct_sublayer_norm,
     )

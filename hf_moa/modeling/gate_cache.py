@@ -1,32 +1,46 @@
 """What gates remember between decoding steps, kept in the KV cache beside keys and values.
 
 A causal MAE gate averages a window of past inputs, and CCT counts the keys that were not skipped.
-`GatedCacheLayer` holds such per-token states under names, and every operation that moves the keys
-(beam reorder, crop, repeat, select, offload) moves them too.
+Both live in the cache's layers, so that every operation that moves the keys (beam reorder, crop,
+repeat, select, offload, reset) moves them too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
+
+# Inputs that a dynamic layer holds beyond the window, so that as many tokens can be cropped.
+CROP_RESERVE = 128
 
 
-class GatedCacheLayer(DynamicLayer):
-    """`DynamicLayer` with named per-token states `[B, S, ...]` beside its keys and values."""
+class Window(NamedTuple):
+    """Inputs of a causal gate, oldest first: `inputs` `[B, S, d]`, and `valid` `[B, S]` bool, the
+    real tokens among them."""
 
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.token_states: dict[str, Tensor] = {}
+    inputs: Tensor
+    valid: Tensor
 
-    def append(self, name: str, state: Tensor) -> Tensor:
-        """Append `state` `[B, T, ...]` to what `name` holds and return all of it, `[B, S, ...]`."""
-        past = self.token_states.get(name)
-        self.token_states[name] = state if past is None else torch.cat([past, state], dim=1)
-        return self.token_states[name]
 
-    def _apply(self, function) -> None:
-        self.token_states = {name: function(state) for name, state in self.token_states.items()}
+class _GateStates:
+    """A cache layer's named gate states, each a tensor with the batch first."""
+
+    states: dict[str, Tensor]
+
+    @classmethod
+    def in_place_of(cls, layer):
+        """A layer of this class for the plain, still empty `layer`."""
+        gated = cls.__new__(cls)
+        gated.__dict__.update(layer.__dict__)
+        gated.states = {}
+        return gated
+
+    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.states = {name: function(state) for name, state in self.states.items()}
 
     def offload(self) -> None:
         super().offload()
@@ -37,18 +51,76 @@ class GatedCacheLayer(DynamicLayer):
         if self.is_initialized:
             self._apply(lambda state: state.to(self.device, non_blocking=True))
 
-    def reset(self) -> None:
-        super().reset()
-        self.token_states = {}
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
         self._apply(lambda state: state.index_select(0, beam_idx.to(state.device)))
 
+
+class GatedDynamicLayer(_GateStates, DynamicLayer):
+    """`DynamicLayer` with gate states that grow with it."""
+
+    record_past = False
+    _window_size: int | None = None
+
+    def activate_past_recording(self) -> None:
+        """Hold all inputs from now on, so that any crop is possible. Assisted decoding asks for it."""
+        self.record_past = True
+
+    def window(self, name: str, inputs: Tensor, valid: Tensor, *, size: int | None) -> Window:
+        """Append the inputs of T tokens; return what windows that end at these tokens see.
+
+        Args:
+            name: of the state.
+            inputs: `[B, T, d]`.
+            valid: `[B, T]` bool, the real tokens among them.
+            size: tokens of a window, its last one included; None for all there were.
+        """
+        self._window_size = size
+        seen = None if size is None else size - 1 + inputs.shape[1]
+        held = None if size is None or self.record_past else size - 1 + CROP_RESERVE
+        return Window(
+            self._append(name, inputs, seen=seen, held=held),
+            self._append(f"{name}_valid", valid, seen=seen, held=held),
+        )
+
+    def count(self, name: str, amounts: Tensor) -> Tensor:
+        """Add `[B, T, n]`; return the sums over all tokens before these, `[B, n]`."""
+        before = self.counted(name)
+        self._append(name, amounts)
+        return torch.zeros_like(amounts[:, 0]) if before is None else before
+
+    def counted(self, name: str) -> Tensor | None:
+        """The sums over all tokens, `[B, n]`; None before the first."""
+        return self.states[name].sum(dim=1) if name in self.states else None
+
+    def _append(
+        self, name: str, new: Tensor, *, seen: int | None = None, held: int | None = None
+    ) -> Tensor:
+        """Append along dim 1 and hold the last `held`; return the last `seen`."""
+        past = self.states.get(name)
+        full = new if past is None else torch.cat([past, new], dim=1)
+        self.states[name] = _last(full, held)
+        return _last(full, seen)
+
+    def reset(self) -> None:
+        super().reset()
+        self.states = {}
+
     def crop(self, tokens_to_remove: int) -> None:
+        length = self.get_seq_length()
         super().crop(tokens_to_remove)
-        if tokens_to_remove != 0:
-            self._apply(lambda state: state[:, : -abs(tokens_to_remove)])
+        if tokens_to_remove == 0:
+            return
+        left = length - abs(tokens_to_remove)
+        needed = left if self._window_size is None else min(left, self._window_size - 1)
+        shortest = min((state.shape[1] for state in self.states.values()), default=length)
+        if shortest - abs(tokens_to_remove) < needed:
+            raise ValueError(
+                f"tokens_to_remove must be at most {CROP_RESERVE}, the inputs that the gates hold "
+                f"beyond their window (got {tokens_to_remove}). Call "
+                "`past_key_values.activate_past_recording()` before filling the cache to hold all."
+            )
+        self._apply(lambda state: state[:, : -abs(tokens_to_remove)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -59,23 +131,87 @@ class GatedCacheLayer(DynamicLayer):
         self._apply(lambda state: state[indices, ...])
 
 
-def gated_layer(past_key_values: Cache, layer_idx: int) -> GatedCacheLayer:
-    """The decoder's self-attention cache layer `layer_idx`, made able to hold token states.
+class GatedStaticLayer(_GateStates, StaticLayer):
+    """`StaticLayer` with gate states of fixed shape, changed in place: a compiled decoding step
+    neither recompiles nor reallocates."""
+
+    def window(self, name: str, inputs: Tensor, valid: Tensor, *, size: int | None) -> Window:
+        """See `GatedDynamicLayer.window`; before the first token stand `size - 1` that are no real
+        ones."""
+        held = self.max_cache_len if size is None else size - 1
+        return Window(
+            self._shift_in(name, inputs, held=held),
+            self._shift_in(f"{name}_valid", valid, held=held),
+        )
+
+    def count(self, name: str, amounts: Tensor) -> Tensor:
+        """See `GatedDynamicLayer.count`."""
+        total = self._state(name, amounts.new_zeros(amounts[:, 0].shape))
+        before = total.clone()
+        total.add_(amounts.sum(dim=1))
+        return before
+
+    def counted(self, name: str) -> Tensor | None:
+        """See `GatedDynamicLayer.counted`."""
+        return self.states.get(name)
+
+    def _shift_in(self, name: str, new: Tensor, *, held: int) -> Tensor:
+        past = self._state(name, new.new_zeros(len(new), held, *new.shape[2:]))
+        full = torch.cat([past, new], dim=1)
+        past.copy_(_last(full, held))
+        return full
+
+    def _state(self, name: str, initial: Tensor) -> Tensor:
+        if name not in self.states:
+            self.states[name] = initial
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(initial)
+        return self.states[name]
+
+    def reset(self) -> None:
+        super().reset()
+        for state in self.states.values():
+            state.zero_()
+
+
+_GATED = {DynamicLayer: GatedDynamicLayer, StaticLayer: GatedStaticLayer}
+
+
+def gated_layer(
+    past_key_values: Cache, layer_idx: int, *, cross: bool = False
+) -> GatedDynamicLayer | GatedStaticLayer:
+    """A layer of the decoder's cache, made able to hold gate states.
+
+    Args:
+        past_key_values: the cache.
+        layer_idx: of the layer.
+        cross: its cross-attention layer, instead of the self-attention one.
 
     Raises:
-        ValueError: the cache is of a kind that cannot hold them.
+        ValueError: the cache is of a kind that cannot hold them, or was filled without them.
     """
     cache = past_key_values
     if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+        cache = cache.cross_attention_cache if cross else cache.self_attention_cache
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]
-    if type(layer) is DynamicLayer and not layer.is_initialized:
-        cache.layers[layer_idx] = layer = GatedCacheLayer()
-    if not isinstance(layer, GatedCacheLayer):
+    if type(layer) in _GATED and _is_empty(layer):
+        cache.layers[layer_idx] = layer = _GATED[type(layer)].in_place_of(layer)
+    if not isinstance(layer, _GateStates):
         raise ValueError(
-            "past_key_values must be a dynamic cache that this model filled, so that its gates find "
-            f"their past in it (got layer {type(layer).__name__}). Pass a new DynamicCache, or none."
+            "past_key_values must be a dynamic or static cache that this model filled, so that its "
+            f"gates find their past in it (got layer {type(layer).__name__}). Pass a new "
+            "DynamicCache or StaticCache, or none."
         )
     return layer
+
+
+def _is_empty(layer: DynamicLayer | StaticLayer) -> bool:
+    # Compiled code meets static layers that were filled eagerly, and those are gated already.
+    return not layer.is_initialized or int(layer.get_seq_length()) == 0
+
+
+def _last(x: Tensor, length: int | None) -> Tensor:
+    """The last `length` entries along dim 1 (all there are, where they are fewer)."""
+    return x if length is None else x[:, max(0, x.shape[1] - length) :]

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
-from .cct import OPEN_GATE_LOGIT, BudgetControl, ControlNetwork
+from .budgets import Budget, BudgetControl
+from .cct import OPEN_GATE_LOGIT, ControlNetwork
 from .expert_linear import ExpertInput, ExpertOutput
+from .feed_forward import DenseFeedForward
 from .mae import EXPERT_SELECTIONS, MAE_PHASES, MaeGate, MixtureOfHeads
 from .moe import FeedForwardExperts
 
@@ -85,7 +87,7 @@ class GatedModel:
             ValueError: the model has no CCT, or the budget is not in its list.
         """
         for control in self._budget_controls("set_budget"):
-            control.choose(budget)
+            control.budgets.choose(budget)
 
     def set_cct_noise_scale(self, scale: float) -> None:
         """Set alpha, the scale of the noise on CCT's gates in training (Bapna et al. 2020).
@@ -134,21 +136,29 @@ class GatedModel:
         Only `transformers.initialization` functions are used: they leave loaded weights alone.
         """
         super()._init_weights(module)
-        std = self._init_std()
         if isinstance(module, MaeGate):
             init.zeros_(module.out.weight)
             init.zeros_(module.out.bias)
         elif isinstance(module, MixtureOfHeads):
             module.reset_buffers()
         elif isinstance(module, (ExpertInput, ExpertOutput)):
-            init.normal_(module.weight, std=std)
+            query_std, output_std = self._attention_init_std()
+            init.normal_(module.weight, std=query_std if isinstance(module, ExpertInput) else output_std)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, FeedForwardExperts):
-            init.normal_(module.up_proj, std=std)
-            init.normal_(module.down_proj, std=std)
-            init.zeros_(module.up_proj_bias)
-            init.zeros_(module.down_proj_bias)
+            up_std, down_std = self._feed_forward_init_std()
+            init.normal_(module.up_weight, std=up_std)
+            init.normal_(module.down_proj, std=down_std)
+            if module.bias:
+                init.zeros_(module.up_proj_bias)
+                init.zeros_(module.down_proj_bias)
+        elif isinstance(module, DenseFeedForward):
+            up_std, down_std = self._feed_forward_init_std()
+            init.normal_(module.up.weight, std=up_std)
+            init.normal_(module.down.weight, std=down_std)
+            if module.linear is not None:
+                init.normal_(module.linear.weight, std=up_std)
         elif isinstance(module, ControlNetwork):
             init.zeros_(module.noise_scale)
             if module.starts_open:
@@ -157,9 +167,13 @@ class GatedModel:
         elif isinstance(module, BudgetControl) and module.symbols_start_at_zero:
             init.zeros_(module.control_symbols.weight)
 
-    def _init_std(self) -> float:
-        """Standard deviation of the backbone's linear layers."""
-        return self.config.initializer_range
+    def _attention_init_std(self) -> tuple[float, float]:
+        """Standard deviations of an attention layer's query and output projections at the start."""
+        return self.config.initializer_range, self.config.initializer_range
+
+    def _feed_forward_init_std(self) -> tuple[float, float]:
+        """Standard deviations of a feed-forward layer's two projections at the start."""
+        return self.config.initializer_range, self.config.initializer_range
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # transformers skips modules without direct parameters in classes from outside its tree,
@@ -174,6 +188,30 @@ class GatedModel:
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return True
+
+    def _budget_control(self) -> BudgetControl | None:
+        """The control symbols of a stack of layers; None without CCT."""
+        if not self.config.has_cct:
+            return None
+        return BudgetControl(
+            self.config.stack_budgets,
+            hidden_size=self.config.hidden_size,
+            symbols_start_at_zero=not self.config.cct_sublayer_norm,
+        )
+
+    def _resolve_budget(self, tokens: Tensor, budget: Any) -> Budget | None:
+        """The budgets of a call on `tokens` `[B, ...]`, in a stack that has its control in `cct`."""
+        if self.cct is not None:
+            return self.cct(tokens.shape[0], tokens.device, budget)
+        self._refuse_budget(budget)
+        return None
+
+    @staticmethod
+    def _refuse_budget(budget: Any) -> None:
+        if budget is not None:
+            raise ValueError(
+                f"budget needs a model with CCT; set cct_budgets in its config (got {budget!r})."
+            )
 
     def _requested_gating(self, kwargs: dict[str, Any]) -> dict[str, bool]:
         """Which gating outputs to return: `output_<field>` of the call, else of the config."""
@@ -196,3 +234,11 @@ class GatedModel:
         if loss is None or aux_loss is None or not self.training:
             return loss
         return loss + aux_loss * share
+
+
+def padding_mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """The real ones of the last `length` tokens, `[B, length]` bool; None where the mask does not
+    tell: there is none, or it is one of pairs, `[B, 1, T, S]`."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    return attention_mask[:, -length:].bool()

@@ -21,6 +21,7 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
+from .gate_cache import Window
 from .gate_norm import GateBatchNorm
 from .multi_head import MultiHead
 from .precision import at_least_float32
@@ -161,21 +162,25 @@ class MixtureOfHeads(MultiHead):
         dropped = dropped_heads(self.num_heads, self.num_dropped)
         self.dropped.copy_(dropped.to(self.dropped))
 
+    @property
+    def remembers(self) -> bool:
+        return self.is_causal and self.gate is not None
+
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, history: Tensor | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, window: Window | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Weights of the heads for one call.
 
         Args:
             hidden_states: `[B, T, d]`, the inputs of the attention layer.
-            padding_mask: `[B, S]` bool, real tokens of the S inputs seen so far; None for all.
-            history: `[B, S, d]`, causal layers with a cache: all inputs seen so far, these T last.
+            padding_mask: `[B, T]` bool, the real tokens among them; None for all.
+            window: causal layers with a cache: these inputs and those before them.
 
         Returns:
             Head weights `[B, 1, h]` (or `[B, T, h]` where causal; None stands for ones) and the
             record `{"expert_weights": [B, E] or [B, T, E]}`, the gate's distribution.
         """
-        weights = self._expert_weights(hidden_states, padding_mask, history)
+        weights = self._expert_weights(hidden_states, padding_mask, window)
         record = {"expert_weights": weights}
         chosen = weights
         if self.training and self.phase == "expert":
@@ -198,7 +203,7 @@ class MixtureOfHeads(MultiHead):
         return super().output(linear, context, mix)
 
     def _expert_weights(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, history: Tensor | None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, window: Window | None
     ) -> Tensor:
         batch, length = hidden_states.shape[:2]
         if self.gate is None:
@@ -208,28 +213,14 @@ class MixtureOfHeads(MultiHead):
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and not (self.training and self.phase == "expert")
         ):
+            valid = padding_mask
             if self.is_causal:
-                pooled, valid = self._pool_windows(hidden_states, padding_mask, history)
+                inputs, mask = (hidden_states, padding_mask) if window is None else window
+                pooled = windowed_mean(at_least_float32(inputs), mask, self.window)[:, -length:]
             else:
-                if padding_mask is not None:
-                    padding_mask = padding_mask[:, -length:]
                 pooled = masked_mean(at_least_float32(hidden_states), padding_mask)
                 valid = None if padding_mask is None else padding_mask.any(dim=1)
             return self.gate(pooled, valid, dtype=hidden_states.dtype)
-
-    def _pool_windows(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, history: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Windowed means `[B, T, d]` of the newest T inputs, and which of them are real."""
-        length = hidden_states.shape[1]
-        inputs = hidden_states if history is None else history
-        if self.window is not None:
-            reach = self.window + length - 1  # what the oldest of the T windows still sees
-            inputs = inputs[:, -reach:]
-        if padding_mask is not None:
-            padding_mask = padding_mask[:, -inputs.shape[1] :]
-        pooled = windowed_mean(at_least_float32(inputs), padding_mask, self.window)[:, -length:]
-        return pooled, None if padding_mask is None else padding_mask[:, -length:]
 
     @staticmethod
     def _one_hot(index: Tensor, like: Tensor) -> Tensor:

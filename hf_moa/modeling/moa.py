@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from .gate_cache import Window
 from .routing import ROUTERS, Routing
 
 
@@ -33,18 +34,25 @@ class MixtureOfAttentionExperts(nn.Module):
             detach_normalizer=True,
         )
 
+    remembers = False
+
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, history: Tensor | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, window: Window | None = None
     ) -> tuple[Routing, dict]:
         """The routing of `[B, T, d]`, and the record `{"router_logits": [B, T, N], "losses"}`."""
-        if padding_mask is not None:
-            padding_mask = padding_mask[:, -hidden_states.shape[1] :]
         routing = self.router(hidden_states, padding_mask)
         return routing, {"router_logits": routing.logits, "losses": routing.losses}
 
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Routing) -> Tensor:
         """`[B, T, d]` -> `[B, T, k, dh]`."""
         return linear(hidden_states, mix.index)
+
+    def position_bias(self, bias: Tensor, mix: Routing) -> Tensor:
+        """The chosen experts' biases: `[1, N, T, S]` -> `[B, k, T, S]`."""
+        # shape: (B, T, k) -> (B, k, T, S)
+        index = mix.index.transpose(1, 2).unsqueeze(-1)
+        index = index.expand(-1, -1, -1, bias.shape[-1])
+        return bias.expand(len(index), -1, -1, -1).gather(1, index)
 
     def output(self, linear: nn.Module, context: Tensor, mix: Routing) -> Tensor:
         """`[B, T, k, dh]` -> `[B, T, d]`."""

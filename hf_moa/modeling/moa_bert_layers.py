@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,12 +11,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertIntermediate
 from transformers.pytorch_utils import apply_chunking_to_forward
 
-from .attention import AttentionResult, GatedAttention, build_mixture
-from .cct import GatedAttentionControl
-from .cct_costs import AttentionCost
+from .attention import AttentionResult, GatedAttention
 from .configuration_moa_bert import MoaBertConfig
 from .expert_linear import ExpertInput, ExpertOutput
-from .feed_forward import build_feed_forward, build_feed_forward_gate
+from .feed_forward import build_feed_forward, build_feed_forward_gate, gated_dense
 from .gate_step import only_gates_learn_in_gate_phase
 
 
@@ -25,45 +24,20 @@ class MoaBertSelfAttention(GatedAttention):
     def __init__(self, config: MoaBertConfig, *, layer_idx: int, is_cross_attention: bool):
         hidden_size, num_heads = config.hidden_size, config.num_attention_heads
         head_dim = config.attention_head_dim
-        is_moa = config.attention_type == "moa"
-        num_kv_heads = 1 if is_moa else num_heads
-        cct = None
-        if config.has_cct:
-            cct = GatedAttentionControl(
-                hidden_size=hidden_size,
-                gate_hidden_size=config.cct_gate_hidden_size,
-                kv_size=num_kv_heads * head_dim,
-                context_size=head_dim if is_moa else num_heads * head_dim,
-                joint_context=not is_moa,
-                sublayer_norm=config.cct_sublayer_norm,
-                is_cross_attention=is_cross_attention,
-                norm_eps=config.layer_norm_eps,
-                cost=AttentionCost.of(
-                    hidden_size=hidden_size,
-                    num_heads=num_heads,
-                    num_kv_heads=num_kv_heads,
-                    head_dim=head_dim,
-                ),
-            )
         super().__init__(
             config,
-            mixture=build_mixture(
-                config,
-                hidden_size=hidden_size,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                gates_are_causal=config.is_decoder,
-            ),
-            cct=cct,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
             head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
             scaling=head_dim**-0.5,
             attention_dropout=config.attention_probs_dropout_prob,
             is_causal=config.is_decoder and not is_cross_attention,
             is_cross_attention=is_cross_attention,
+            gates_are_causal=config.is_decoder,
             layer_idx=layer_idx,
+            norm=partial(nn.LayerNorm, eps=config.layer_norm_eps),
         )
-        if is_moa:
+        if self.is_moa:
             self.query = ExpertInput(
                 num_experts=config.attention_experts,
                 in_features=hidden_size,
@@ -71,8 +45,8 @@ class MoaBertSelfAttention(GatedAttention):
             )
         else:
             self.query = nn.Linear(hidden_size, num_heads * head_dim)
-        self.key = nn.Linear(hidden_size, num_kv_heads * head_dim)
-        self.value = nn.Linear(hidden_size, num_kv_heads * head_dim)
+        self.key = nn.Linear(hidden_size, self.num_kv_heads * head_dim)
+        self.value = nn.Linear(hidden_size, self.num_kv_heads * head_dim)
 
     def project(
         self, hidden_states: Tensor, source: Tensor | None, mix: Any
@@ -157,9 +131,11 @@ class MoaBertLayer(GradientCheckpointingLayer):
             "intermediate_size": config.intermediate_size,
         }
         self.feed_forward = build_feed_forward(
-            config, activation=config.hidden_act, norm_eps=config.layer_norm_eps, **sizes
+            config,
+            activation=config.hidden_act,
+            norm=partial(nn.LayerNorm, eps=config.layer_norm_eps),
+            **sizes,
         )
-        self.feed_forward_gate = None
         if self.feed_forward is not None:
             self.output = MoaBertSublayerOutput(config, dense=None)
             return
@@ -167,8 +143,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
         self.output = MoaBertSublayerOutput(
             config, nn.Linear(config.intermediate_size, config.hidden_size)
         )
-        if config.has_cct:
-            self.feed_forward_gate = build_feed_forward_gate(config, **sizes)
+        self.feed_forward_gate = build_feed_forward_gate(config, **sizes)
 
     @only_gates_learn_in_gate_phase
     def forward(
@@ -205,8 +180,6 @@ class MoaBertLayer(GradientCheckpointingLayer):
                 past_key_values=past_key_values,
                 **kwargs,
             )
-        if padding_mask is not None:
-            padding_mask = padding_mask[:, -hidden_states.shape[1] :]
         hidden_states, records["ffn"] = self._feed_forward(hidden_states, padding_mask)
         return hidden_states, records
 
@@ -216,13 +189,18 @@ class MoaBertLayer(GradientCheckpointingLayer):
         x = self.output.before(hidden_states)
         if self.feed_forward is not None:
             update, record = self.feed_forward(x, padding_mask)
-        elif self.feed_forward_gate is not None:
-            gates, record = self.feed_forward_gate(x, padding_mask)
-            activation = self.feed_forward_gate.split(self.intermediate(x), gates)
-            update = self.output.dense(activation)
-        else:
+        elif self.feed_forward_gate is None:
+            # chunks of the sequence, where the config asks for them
             record = {}
             update = apply_chunking_to_forward(self._dense, self.chunk_size_feed_forward, 1, x)
+        else:
+            update, record = gated_dense(
+                x,
+                padding_mask,
+                hidden=self.intermediate,
+                output=self.output.dense,
+                gate=self.feed_forward_gate,
+            )
         return self.output.after(update, hidden_states), record
 
     def _dense(self, hidden_states: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
@@ -22,10 +21,9 @@ from transformers.models.bert.modeling_bert import (
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cct import Budget, BudgetControl
 from .configuration_moa_bert import MoaBertConfig
 from .gate_step import only_gates_learn_in_gate_phase
-from .gated_model import GatedModel
+from .gated_model import GatedModel, padding_mask_of
 from .moa_bert_layers import (
     MoaBertEmbeddings,
     MoaBertEncoder,
@@ -70,13 +68,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         super().__init__(config)
         self.gradient_checkpointing = False
         self.embeddings = MoaBertEmbeddings(config)
-        self.cct = None
-        if config.has_cct:
-            self.cct = BudgetControl(
-                config.cct_budgets,
-                hidden_size=config.hidden_size,
-                symbols_start_at_zero=not config.cct_sublayer_norm,
-            )
+        self.cct = self._budget_control()
         self.encoder = MoaBertEncoder(config)
         self.pooler = BertPooler(config) if add_pooling_layer else None
         self.post_init()
@@ -127,7 +119,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
             self._check_length(past_length + tokens.shape[1])
-        choice = self._budget(tokens, budget)
+        choice = self._resolve_budget(tokens, budget)
         hidden_states = self.embeddings(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -144,8 +136,12 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 hidden_states, encoder_hidden_states, encoder_attention_mask
             ),
             past_key_values=past_key_values,
-            padding_mask=_padding_mask(attention_mask),
-            encoder_padding_mask=_padding_mask(encoder_attention_mask),
+            padding_mask=padding_mask_of(attention_mask, tokens.shape[1]),
+            encoder_padding_mask=(
+                None
+                if encoder_hidden_states is None
+                else padding_mask_of(encoder_attention_mask, encoder_hidden_states.shape[1])
+            ),
             **kwargs,
         )
         return MoaModelOutput(
@@ -156,7 +152,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 self.config,
                 records,
                 budget=choice,
-                budgets=None if self.cct is None else self.cct.distinct,
+                control=self.cct,
                 requested=requested,
             ),
         )
@@ -183,15 +179,6 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 f"The sequence must be at most max_position_embeddings={limit} tokens long (got "
                 f"{length}). Truncate it in the tokenizer: truncation=True, max_length={limit}."
             )
-
-    def _budget(self, tokens: Tensor, budget: float | Tensor | None) -> Budget | None:
-        if self.cct is not None:
-            return self.cct(tokens.shape[0], tokens.device, budget)
-        if budget is not None:
-            raise ValueError(
-                f"budget needs a model with CCT; set cct_budgets in its config (got {budget!r})."
-            )
-        return None
 
     def _self_mask(self, hidden_states: Tensor, mask: Tensor | None, cache: Cache | None) -> Any:
         if self.config.is_decoder:
@@ -479,8 +466,6 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
             budget: a number, or a tensor `[B]`: all choices of an example have the same.
         """
         num_choices = (inputs_embeds if input_ids is None else input_ids).shape[1]
-        if isinstance(budget, (list, tuple)):
-            budget = torch.tensor(budget)
         if isinstance(budget, Tensor) and budget.ndim > 0:
             budget = budget.repeat_interleave(num_choices)
         outputs = self.bert(
@@ -513,10 +498,3 @@ def _classifier_dropout(config: MoaBertConfig) -> float:
 def _merge_choices(x: Tensor | None) -> Tensor | None:
     """`[B, choices, ...]` -> `[B * choices, ...]`."""
     return None if x is None else x.flatten(0, 1)
-
-
-def _padding_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """`[B, T]` bool, True for real tokens; None where the mask does not tell them."""
-    if attention_mask is None or attention_mask.ndim != 2:
-        return None
-    return attention_mask.bool()

@@ -6,6 +6,7 @@ brings grouped matrix products on CPU and CUDA.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,50 +27,93 @@ class _PortableExperts(ExpertsInterface):
             return chosen
 
         def grouped_mm_or_loop(experts, *args, **kwargs):
-            weight = experts.up_proj
-            aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
-            supported = aligned and weight.dtype != torch.float64
+            weights = (experts.up_weight, experts.down_proj)
+            aligned = all(w.shape[-1] * w.element_size() % 16 == 0 for w in weights)
+            supported = aligned and experts.down_proj.dtype != torch.float64
             return (chosen if supported else default)(experts, *args, **kwargs)
 
         return grouped_mm_or_loop
 
 
-@use_experts_implementation(
-    experts_interface=_PortableExperts(), has_gate=False, has_bias=True, is_transposed=False
-)
 class FeedForwardExperts(nn.Module):
-    """N feed-forward networks `W2 act(W1 x + b1) + b2` in stacked parameters.
+    """N feed-forward networks in stacked parameters; the subclasses say of what form.
 
+    Parameters: `up_proj` `[N, ff, d]` (or `gate_up_proj` `[N, 2 * ff, d]`: first the half that is
+    activated, then the one it multiplies), `down_proj` `[N, d, ff]`, and their biases.
     Shapes: `hidden_states` `[tokens, d]`, `top_k_index` and `top_k_weights` `[tokens, k]`
     -> `[tokens, d]`, the weighted sum over the k experts of each token.
     """
+
+    is_gated = False
+    bias = False
 
     def __init__(
         self, config, *, num_experts: int, hidden_size: int, intermediate_size: int, activation: str
     ):
         super().__init__()
         self.num_experts = num_experts
-        self.up_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
-        self.up_proj_bias = nn.Parameter(torch.zeros(num_experts, intermediate_size))
+        up_size = intermediate_size * (2 if self.is_gated else 1)
+        up = nn.Parameter(torch.empty(num_experts, up_size, hidden_size))
+        self.register_parameter("gate_up_proj" if self.is_gated else "up_proj", up)
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
-        self.down_proj_bias = nn.Parameter(torch.zeros(num_experts, hidden_size))
+        if self.bias:
+            self.up_proj_bias = nn.Parameter(torch.zeros(num_experts, up_size))
+            self.down_proj_bias = nn.Parameter(torch.zeros(num_experts, hidden_size))
         self.act_fn = ACT2FN[activation]
-        nn.init.normal_(self.up_proj, std=hidden_size**-0.5)
+        nn.init.normal_(up, std=hidden_size**-0.5)
         nn.init.normal_(self.down_proj, std=intermediate_size**-0.5)
+
+    @property
+    def up_weight(self) -> Tensor:
+        return self.gate_up_proj if self.is_gated else self.up_proj
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         output = torch.zeros_like(hidden_states)
+        linear = nn.functional.linear
         for expert in range(self.num_experts):
             token, slot = torch.where(top_k_index == expert)
-            up = nn.functional.linear(
-                hidden_states[token], self.up_proj[expert], self.up_proj_bias[expert]
-            )
-            down = nn.functional.linear(
-                self.act_fn(up), self.down_proj[expert], self.down_proj_bias[expert]
-            )
+            up_bias = self.up_proj_bias[expert] if self.bias else None
+            down_bias = self.down_proj_bias[expert] if self.bias else None
+            up = linear(hidden_states[token], self.up_weight[expert], up_bias)
+            if self.is_gated:
+                activated, multiplied = up.chunk(2, dim=-1)
+                up = self.act_fn(activated) * multiplied
+            else:
+                up = self.act_fn(up)
+            down = linear(up, self.down_proj[expert], down_bias)
             weighted = down * top_k_weights[token, slot, None].to(down.dtype)
             output = output.index_add(0, token, weighted.to(output.dtype))
         return output
+
+
+_experts = partial(use_experts_implementation, experts_interface=_PortableExperts(), is_transposed=False)
+
+
+@_experts(has_gate=False, has_bias=True)
+class BiasedExperts(FeedForwardExperts):
+    """`W2 act(W1 x + b1) + b2`, as in BERT and GPT-2."""
+
+    bias = True
+
+
+@_experts(has_gate=False, has_bias=False)
+class UnbiasedExperts(FeedForwardExperts):
+    """`W2 act(W1 x)`, as in T5."""
+
+
+@_experts(has_gate=True, has_bias=False)
+class GatedExperts(FeedForwardExperts):
+    """`W2 (act(W1 x) * W3 x)`, as in T5's "gated-gelu"."""
+
+    is_gated = True
+
+
+# (is_gated, bias) -> the experts of that form
+EXPERTS = {
+    (False, True): BiasedExperts,
+    (False, False): UnbiasedExperts,
+    (True, False): GatedExperts,
+}
 
 
 class SparseMoeFeedForward(nn.Module):
@@ -82,6 +126,7 @@ class SparseMoeFeedForward(nn.Module):
         hidden_size: d.
         intermediate_size: width of one expert.
         activation: name of the activation.
+        is_gated, bias: form of an expert; see `DenseFeedForward`.
         num_experts, num_selected: N and k.
         router_type: "topk" or "noisy_topk".
 
@@ -99,6 +144,8 @@ class SparseMoeFeedForward(nn.Module):
         num_experts: int,
         num_selected: int,
         router_type: str,
+        is_gated: bool = False,
+        bias: bool = True,
     ):
         super().__init__()
         self.router = ROUTERS[router_type](
@@ -107,7 +154,7 @@ class SparseMoeFeedForward(nn.Module):
             num_selected=num_selected,
             detach_normalizer=False,
         )
-        self.experts = FeedForwardExperts(
+        self.experts = EXPERTS[is_gated, bias](
             config,
             num_experts=num_experts,
             hidden_size=hidden_size,

@@ -6,12 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .gate_cache import Window
+
 
 class MultiHead(nn.Module):
     """h heads, concatenated.
 
-    The three methods are what `GatedAttention` asks of every mixture: `route` decides, `query` makes
-    the heads' queries, `output` makes the layer's output of the heads' contexts.
+    Its members are what `GatedAttention` asks of every mixture: `route` decides, `query` makes the
+    heads' queries, `position_bias` the bias of their scores, `output` the layer's output of their
+    contexts; `remembers` says whether `route` needs earlier inputs, `window` how many.
 
     Args:
         num_heads: h.
@@ -23,8 +26,11 @@ class MultiHead(nn.Module):
         self.num_heads = num_heads
         self.head_dim = head_dim
 
+    remembers = False
+    window: int | None = None
+
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, history: Tensor | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, window: Window | None = None
     ) -> tuple[Any, dict]:
         """The decision for `[B, T, d]` (nothing here), and a record of named tensors."""
         return None, {}
@@ -32,6 +38,10 @@ class MultiHead(nn.Module):
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Any) -> Tensor:
         """`[B, T, d]` -> `[B, T, h, dh]`."""
         return linear(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
+
+    def position_bias(self, bias: Tensor, mix: Any) -> Tensor:
+        """`[1, h, T, S]`, one bias per head, unchanged."""
+        return bias
 
     def output(self, linear: nn.Module, context: Tensor, mix: Any) -> Tensor:
         """`[B, T, h, dh]` -> `[B, T, d]`."""

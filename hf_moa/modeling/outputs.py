@@ -7,16 +7,23 @@ from typing import Any
 
 from torch import Tensor
 from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
     BaseModelOutputWithPoolingAndCrossAttentions,
+    CausalLMOutputWithCrossAttentions,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+    Seq2SeqQuestionAnsweringModelOutput,
+    Seq2SeqSequenceClassifierOutput,
     SequenceClassifierOutput,
+    SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
 from transformers.utils import ModelOutput
 
-from .cct import Budget
+from .budgets import Budget, BudgetControl
 from .cct_costs import budget_loss, compute_fraction
 from .configuration_gating import GATING_OUTPUT_FIELDS
 
@@ -29,7 +36,9 @@ class GatingOutput(ModelOutput):
         aux_loss: scalar, the weighted sum of the auxiliary terms over all layers. In training mode
             `loss` includes it; in eval `loss` is the task's alone.
         aux_losses: the unweighted terms by name, each a scalar without gradient, for logging.
-        compute_fraction: `[B]`, share of the gated computation that CCT carried out.
+        compute_fraction: `[B]`, share of the gated computation that CCT carried out in this call.
+        compute_cost: `[B, 2]`, that computation in multiply-accumulates: carried out, and with all
+            gates open.
         router_logits: with `output_router_logits=True`, one `[B, T, N]` per MoA attention.
         expert_weights: with `output_expert_weights=True`, the gate's distribution over experts, one
             `[B, E]` per MAE attention (`[B, T, E]` where causal).
@@ -41,11 +50,43 @@ class GatingOutput(ModelOutput):
     aux_loss: Tensor | None = None
     aux_losses: dict[str, Tensor] | None = None
     compute_fraction: Tensor | None = None
+    compute_cost: Tensor | None = None
     router_logits: tuple[Tensor, ...] | None = None
     expert_weights: tuple[Tensor, ...] | None = None
     cct_gates: tuple[dict[str, Tensor], ...] | None = None
     cross_router_logits: tuple[Tensor, ...] | None = None
     cross_expert_weights: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class GatingSeq2SeqOutput(ModelOutput):
+    """The same for encoder-decoder models.
+
+    Attributes:
+        aux_loss, aux_losses, compute_fraction, compute_cost: of both halves together, as far as this
+            call ran them; the names in `aux_losses` begin with `encoder_` or `decoder_`.
+        encoder_compute_fraction, decoder_compute_fraction: `[B]`, of each half.
+        encoder_router_logits, decoder_router_logits, cross_router_logits: one `[B, T, N]` per MoA
+            self-attention of the encoder and of the decoder, and per cross-attention.
+        encoder_expert_weights, decoder_expert_weights, cross_expert_weights: one `[B, E]` per MAE
+            attention of the encoder; `[B, T, E]` in the decoder.
+        encoder_cct_gates, decoder_cct_gates: one dict per layer.
+    """
+
+    aux_loss: Tensor | None = None
+    aux_losses: dict[str, Tensor] | None = None
+    compute_fraction: Tensor | None = None
+    compute_cost: Tensor | None = None
+    encoder_compute_fraction: Tensor | None = None
+    decoder_compute_fraction: Tensor | None = None
+    encoder_router_logits: tuple[Tensor, ...] | None = None
+    decoder_router_logits: tuple[Tensor, ...] | None = None
+    cross_router_logits: tuple[Tensor, ...] | None = None
+    encoder_expert_weights: tuple[Tensor, ...] | None = None
+    decoder_expert_weights: tuple[Tensor, ...] | None = None
+    cross_expert_weights: tuple[Tensor, ...] | None = None
+    encoder_cct_gates: tuple[dict[str, Tensor], ...] | None = None
+    decoder_cct_gates: tuple[dict[str, Tensor], ...] | None = None
 
 
 def gating_fields(outputs: ModelOutput) -> dict[str, Any]:
@@ -58,7 +99,7 @@ def collect_gating(
     records: list[dict[str, dict[str, Any]]],
     *,
     budget: Budget | None,
-    budgets: list[float] | None,
+    control: BudgetControl | None,
     requested: dict[str, bool],
 ) -> dict[str, Any]:
     """Add up the records of all layers to the fields of `GatingOutput`.
@@ -67,7 +108,7 @@ def collect_gating(
         config: a `GatingConfig`, for the coefficients.
         records: one dict per layer: sub-layer name ("self", "cross", "ffn") -> its record.
         budget: the budgets of the call, with CCT.
-        budgets: the distinct budgets that `budget.index` points into.
+        control: what `budget` comes from.
         requested: `router_logits`, `expert_weights`, `cct_gates` -> whether to return them.
     """
     per_layer: dict[str, list[Tensor]] = {}
@@ -78,13 +119,14 @@ def collect_gating(
     terms = {name: _total(losses) for name, losses in per_layer.items()}
     fields: dict[str, Any] = {}
     if budget is not None:
-        parts = [record for layer in records for record in layer.values() if "used_cost" in record]
-        used = _total([record["used_cost"] for record in parts])
-        full = _total([record["full_cost"] for record in parts])
-        terms["budget_loss"] = budget_loss(
-            used, full, index=budget.index.to(used.device), budgets=budgets
+        cost = _total(
+            [record["cost"] for layer in records for record in layer.values() if "cost" in record]
         )
-        fields["compute_fraction"] = compute_fraction(used, full).detach()
+        terms["budget_loss"] = budget_loss(
+            cost, index=budget.index.to(cost.device), budgets=control.values
+        )
+        fields["compute_cost"] = cost.detach()
+        fields["compute_fraction"] = compute_fraction(cost).detach()
     if terms:
         coefficients = {
             "router_balance_loss": config.router_balance_loss_coef,
@@ -104,6 +146,37 @@ def collect_gating(
             fields[f"cross_{name}"] = _per_layer(records, "cross", name)
     if requested["cct_gates"] and budget is not None:
         fields["cct_gates"] = tuple(_cct_gates(layer) for layer in records)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def merge_gating(encoder: ModelOutput | None, decoder: ModelOutput) -> dict[str, Any]:
+    """The fields of `GatingSeq2SeqOutput` from the two halves' `GatingOutput`s.
+
+    Args:
+        encoder: output of the encoder; None where this call did not run it.
+        decoder: output of the decoder.
+    """
+    halves = {"decoder": decoder}
+    if encoder is not None:
+        halves = {"encoder": encoder, "decoder": decoder}
+    fields: dict[str, Any] = {
+        f"{half}_{name}": outputs[name]
+        for half, outputs in halves.items()
+        for name in ("compute_fraction", "router_logits", "expert_weights", "cct_gates")
+        if outputs.get(name) is not None
+    }
+    for name in ("cross_router_logits", "cross_expert_weights"):
+        fields[name] = decoder.get(name)
+    for name in ("aux_loss", "compute_cost"):
+        found = [outputs[name] for outputs in halves.values() if outputs.get(name) is not None]
+        fields[name] = _total(found) if found else None
+    if fields["compute_cost"] is not None:
+        fields["compute_fraction"] = compute_fraction(fields["compute_cost"])
+    fields["aux_losses"] = {
+        f"{half}_{name}": loss
+        for half, outputs in halves.items()
+        for name, loss in (outputs.get("aux_losses") or {}).items()
+    } or None
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -130,8 +203,13 @@ def _cct_gates(layer: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
 
 
 @dataclass
+class MoaBaseModelOutput(GatingOutput, BaseModelOutputWithPastAndCrossAttentions):
+    """`BaseModelOutputWithPastAndCrossAttentions` with `GatingOutput`'s fields."""
+
+
+@dataclass
 class MoaModelOutput(GatingOutput, BaseModelOutputWithPoolingAndCrossAttentions):
-    """Output of an encoder or decoder stack, with `GatingOutput`'s fields."""
+    """`BaseModelOutputWithPoolingAndCrossAttentions` with `GatingOutput`'s fields."""
 
 
 @dataclass
@@ -140,8 +218,18 @@ class MoaMaskedLMOutput(GatingOutput, MaskedLMOutput):
 
 
 @dataclass
+class MoaCausalLMOutput(GatingOutput, CausalLMOutputWithCrossAttentions):
+    """`CausalLMOutputWithCrossAttentions` with `GatingOutput`'s fields."""
+
+
+@dataclass
 class MoaSequenceClassifierOutput(GatingOutput, SequenceClassifierOutput):
     """`SequenceClassifierOutput` with `GatingOutput`'s fields."""
+
+
+@dataclass
+class MoaSequenceClassifierOutputWithPast(GatingOutput, SequenceClassifierOutputWithPast):
+    """`SequenceClassifierOutputWithPast` with `GatingOutput`'s fields."""
 
 
 @dataclass
@@ -157,3 +245,23 @@ class MoaQuestionAnsweringOutput(GatingOutput, QuestionAnsweringModelOutput):
 @dataclass
 class MoaMultipleChoiceOutput(GatingOutput, MultipleChoiceModelOutput):
     """`MultipleChoiceModelOutput` with `GatingOutput`'s fields."""
+
+
+@dataclass
+class MoaSeq2SeqModelOutput(GatingSeq2SeqOutput, Seq2SeqModelOutput):
+    """`Seq2SeqModelOutput` with `GatingSeq2SeqOutput`'s fields."""
+
+
+@dataclass
+class MoaSeq2SeqLMOutput(GatingSeq2SeqOutput, Seq2SeqLMOutput):
+    """`Seq2SeqLMOutput` with `GatingSeq2SeqOutput`'s fields."""
+
+
+@dataclass
+class MoaSeq2SeqSequenceClassifierOutput(GatingSeq2SeqOutput, Seq2SeqSequenceClassifierOutput):
+    """`Seq2SeqSequenceClassifierOutput` with `GatingSeq2SeqOutput`'s fields."""
+
+
+@dataclass
+class MoaSeq2SeqQuestionAnsweringOutput(GatingSeq2SeqOutput, Seq2SeqQuestionAnsweringModelOutput):
+    """`Seq2SeqQuestionAnsweringModelOutput` with `GatingSeq2SeqOutput`'s fields."""

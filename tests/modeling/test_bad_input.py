@@ -39,6 +39,9 @@ def test_tensor_of_budgets_is_checked():
             model(ids, attention_mask=mask, budget=bad)
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         model(ids, attention_mask=mask, budget=torch.tensor([1.0, 0.5]))
+    for pair in ((1, 0.5), [1, 0.5, 0.5]):  # a pair is for encoder-decoder models
+        with pytest.raises(ValueError, match=r"\[1\.0, 0\.5\]"):
+            model(ids, attention_mask=mask, budget=pair)
 
 
 def test_budget_without_cct():

@@ -13,8 +13,9 @@ from references import cct_attention, control, layer_norm
 from test_mae import run
 
 from hf_moa import MoaBertForMultipleChoice, MoaBertForSequenceClassification, MoaBertModel
-from hf_moa.modeling.cct import BudgetControl, ControlNetwork
-from hf_moa.modeling.cct_costs import AttentionCost, budget_loss
+from hf_moa.modeling.budgets import BudgetControl
+from hf_moa.modeling.cct import ControlNetwork
+from hf_moa.modeling.cct_costs import AttentionCost, budget_loss, used_and_full
 from hf_moa.modeling.feed_forward import build_feed_forward
 from hf_moa.modeling.moa_bert_layers import MoaBertAttention, MoaBertLayer
 
@@ -72,7 +73,7 @@ def test_cross_attention_equals_the_paper(training):
 def test_feed_forward_with_norms_is_the_gated_sum_of_its_parts(training):
     config = cct_config()
     layer = build_feed_forward(
-        config, hidden_size=32, intermediate_size=48, activation="gelu", norm_eps=1e-12
+        config, hidden_size=32, intermediate_size=48, activation="gelu", norm=torch.nn.LayerNorm
     )
     layer = randomize(layer.double(), seed=1).train(training)
     x, mask = hidden()
@@ -143,9 +144,9 @@ def test_attention_cost_counts_what_is_computed(causal):
     generator = torch.Generator().manual_seed(0)
     query, kv = (torch.randint(0, 2, (3, 7), generator=generator).double() for _ in range(2))
     _, mask = hidden()
-    actual = cost.per_sequence(
-        query=query, kv=kv, visible=kv, query_mask=mask, kv_mask=mask, is_causal=causal
-    )
+    keys = used_and_full(kv, mask)
+    seen = keys.cumsum(dim=1) if causal else keys.sum(dim=1, keepdim=True)
+    actual = cost.per_sequence(query=used_and_full(query, mask), kv=keys, keys=seen)[:, 0]
     for b in range(3):
         expected = 0.0
         for t in range(7):
@@ -222,7 +223,7 @@ def test_budget_loss_equals_the_paper():
     used = torch.tensor([3.0, 8.0, 5.0, 2.0], dtype=torch.float64, requires_grad=True)
     full = torch.tensor([10.0, 10.0, 20.0, 8.0], dtype=torch.float64)
     index = torch.tensor([0, 1, 1, 0])
-    actual = budget_loss(used, full, index=index, budgets=[1.0, 0.5, 0.2])
+    actual = budget_loss(torch.stack([used, full], dim=-1), index=index, budgets=[1.0, 0.5, 0.2])
     groups = {
         1.0: (used[0] + used[3], 18.0, 2 / 4),
         0.5: (used[1] + used[2], 30.0, 2 / 4),
@@ -235,9 +236,9 @@ def test_budget_loss_equals_the_paper():
 
 
 def test_budget_loss_is_two_sided():
-    full = torch.full((1,), 10.0)
     for used, expected in ((5.0, 0.0), (10.0, 1.0), (2.5, 0.5)):
-        loss = budget_loss(torch.tensor([used]), full, index=torch.tensor([0]), budgets=[0.5])
+        cost = torch.tensor([[used, 10.0]])
+        loss = budget_loss(cost, index=torch.tensor([0]), budgets=[0.5])
         assert loss.item() == pytest.approx(expected)
 
 
@@ -285,13 +286,12 @@ def test_one_budget_per_sequence(dtype):
         torch.testing.assert_close(mixed[b], single[b], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [list, torch.tensor])
-def test_choices_of_an_example_share_its_budget(kind):
+def test_choices_of_an_example_share_its_budget():
     torch.manual_seed(0)
     model = randomize(MoaBertForMultipleChoice(cct_config(cct_budgets=[1, 0.5])), seed=4).eval()
     ids, _ = batch(batch_size=4)
     ids = ids.view(2, 2, -1)
-    mixed = model(ids, budget=kind([0.5, 1.0])).logits
+    mixed = model(ids, budget=torch.tensor([0.5, 1.0])).logits
     torch.testing.assert_close(mixed[0], model(ids, budget=0.5).logits[0], atol=1e-6, rtol=0)
     torch.testing.assert_close(mixed[1], model(ids, budget=1.0).logits[1], atol=1e-6, rtol=0)
 
@@ -300,9 +300,9 @@ def test_training_draws_each_budget_with_its_weight():
     control = BudgetControl([1, 1, 1, 0.5], hidden_size=4, symbols_start_at_zero=False).train()
     torch.manual_seed(0)
     budget = control(8000, torch.device("cpu"))
-    assert control.distinct == [1.0, 0.5]
+    assert control.values == [1.0, 0.5]
     assert (budget.index == 0).float().mean().item() == pytest.approx(0.75, abs=0.02)
-    torch.testing.assert_close(budget.value, torch.tensor([1.0, 0.5])[budget.index])
+    torch.testing.assert_close(budget.embedding[:, 0], control.control_symbols.weight[budget.index])
 
 
 def test_training_loss_includes_the_budget_loss_and_eval_loss_does_not():

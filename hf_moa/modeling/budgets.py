@@ -1,0 +1,155 @@
+"""CCT's budgets: which ones a model knows, how a call chooses, and the control symbols that tell the
+model (Bapna et al. 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .configuration_gating import is_budget
+
+
+class BudgetIndex(NamedTuple):
+    """Budgets that are already resolved: `position` `[B]` into the distinct budgets."""
+
+    position: Tensor
+
+
+class Budget(NamedTuple):
+    """The budgets of one call: `index` `[B]` into the distinct budgets, and the control symbols
+    `embedding` `[B, 1, d]`."""
+
+    index: Tensor
+    embedding: Tensor
+
+
+class BudgetList:
+    """The budgets that a model knows, and how a request becomes one of them per sequence.
+
+    Args:
+        budgets: numbers, or pairs of numbers; repeats are sampling weights.
+
+    Attributes:
+        sampled: the list as given, each budget a tuple of `width` numbers.
+        distinct: the same without repeats, largest first.
+        chosen: the budget used wherever a call names none, or None.
+    """
+
+    def __init__(self, budgets: Sequence[Any]):
+        rows = [budget if isinstance(budget, (list, tuple)) else [budget] for budget in budgets]
+        self.sampled = [tuple(float(value) for value in row) for row in rows]
+        self.distinct = sorted(set(self.sampled), key=lambda row: (sum(row), row), reverse=True)
+        self.width = len(self.distinct[0])
+        self.chosen: Any = None
+
+    def choose(self, budget: Any) -> None:
+        """Use `budget` wherever a call names none; None undoes it."""
+        if budget is not None:
+            self.position(budget)
+        self.chosen = budget
+
+    def position(self, budget: Any) -> int:
+        """Index of a budget among the distinct ones.
+
+        Raises:
+            ValueError: it is not one of them.
+        """
+        values = tuple(budget) if self.width > 1 and isinstance(budget, (list, tuple)) else (budget,)
+        if len(values) == 1:
+            values = values * self.width
+        if len(values) == self.width and all(is_budget(value) for value in values):
+            for i, row in enumerate(self.distinct):
+                if all(abs(known - value) < 1e-6 for known, value in zip(row, values, strict=True)):
+                    return i
+        raise ValueError(
+            f"budget must be one of the model's budgets {self.names()} (got {budget!r}). "
+            "They are set by `cct_budgets` in the config."
+        )
+
+    def names(self) -> list[Any]:
+        """The distinct budgets as a user writes them."""
+        return [row[0] if self.width == 1 else row for row in self.distinct]
+
+    def resolve(self, budget: Any, *, batch_size: int, device: torch.device, training: bool) -> Tensor:
+        """Index `[B]` of each sequence's budget among the distinct ones.
+
+        Args:
+            budget: one for all; a tensor `[B]` with one number per sequence (or `[B, 2]` of pairs);
+                or None: the chosen one if any, else in training a uniform draw from the list for
+                each sequence, in eval the largest.
+            batch_size: B.
+            device: of the result.
+            training: whether None draws.
+
+        Raises:
+            ValueError: a budget that the model does not know, or a tensor of another shape.
+        """
+        if budget is None:
+            budget = self.chosen
+        if isinstance(budget, BudgetIndex):
+            return budget.position
+        if isinstance(budget, Tensor):
+            return self._match(budget.to(device), batch_size)
+        if budget is not None:
+            return torch.full((batch_size,), self.position(budget), device=device)
+        if not training:
+            return torch.zeros(batch_size, dtype=torch.long, device=device)
+        table = torch.tensor([self.distinct.index(row) for row in self.sampled], device=device)
+        return table[torch.randint(len(table), (batch_size,), device=device)]
+
+    def _match(self, budget: Tensor, batch_size: int) -> Tensor:
+        shapes = [(batch_size,)] + ([(batch_size, self.width)] if self.width > 1 else [])
+        rows = budget.expand(batch_size) if budget.ndim == 0 else budget
+        if rows.shape not in shapes:
+            raise ValueError(
+                f"budget must be a number or hold one per sequence: shape "
+                f"{' or '.join(map(str, shapes))} (got shape {tuple(budget.shape)})."
+            )
+        if rows.ndim == 1:
+            rows = rows.unsqueeze(-1).expand(-1, self.width)
+        table = torch.tensor(self.distinct, device=budget.device, dtype=torch.float64)
+        # shape: (B, 1, width) - (budgets, width) -> (B, budgets)
+        distance = (rows.double().unsqueeze(1) - table).abs().amax(dim=-1)
+        closest, index = distance.min(dim=-1)
+        # float32 tensors hold 0.33 to 1e-8, bfloat16 ones to 1e-3.
+        tolerance = torch.finfo(budget.dtype).eps if budget.is_floating_point() else 0.0
+        known = (closest <= tolerance).all()  # False for NaN too
+        if torch.compiler.is_compiling():
+            torch._assert_async(known)
+        elif budget.dtype == torch.bool or not bool(known):
+            raise ValueError(
+                f"budget must hold budgets of the model, {self.names()} (got {budget.tolist()}). "
+                "They are set by `cct_budgets` in the config."
+            )
+        return index
+
+
+class BudgetControl(nn.Module):
+    """The budgets of a stack of layers, and a control symbol for each.
+
+    Args:
+        budgets: a list of numbers; repeats are sampling weights.
+        hidden_size: d.
+        symbols_start_at_zero: control symbols of a converted checkpoint start at zero.
+    """
+
+    def __init__(self, budgets: Sequence[float], *, hidden_size: int, symbols_start_at_zero: bool):
+        super().__init__()
+        self.budgets = BudgetList(budgets)
+        self.symbols_start_at_zero = symbols_start_at_zero
+        self.control_symbols = nn.Embedding(len(self.budgets.distinct), hidden_size)
+
+    @property
+    def values(self) -> list[float]:
+        """The distinct budgets that `Budget.index` points into."""
+        return self.budgets.names()
+
+    def forward(self, batch_size: int, device: torch.device, budget: Any = None) -> Budget:
+        """The budgets of a batch; see `BudgetList.resolve`."""
+        index = self.budgets.resolve(
+            budget, batch_size=batch_size, device=device, training=self.training
+        )
+        return Budget(index, self.control_symbols(index).unsqueeze(1))
