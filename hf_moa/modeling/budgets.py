@@ -31,6 +31,7 @@ class BudgetList:
 
     Args:
         budgets: numbers, or pairs of numbers; repeats are sampling weights.
+        default: the one of eval where none is chosen; None for the largest.
 
     Attributes:
         sampled: the list as given, each budget a tuple of `width` numbers.
@@ -38,12 +39,13 @@ class BudgetList:
         chosen: the budget used wherever a call names none, or None.
     """
 
-    def __init__(self, budgets: Sequence[Any]):
+    def __init__(self, budgets: Sequence[Any], *, default: Any = None):
         rows = [budget if isinstance(budget, (list, tuple)) else [budget] for budget in budgets]
         self.sampled = [tuple(float(value) for value in row) for row in rows]
         self.distinct = sorted(set(self.sampled), key=lambda row: (sum(row), row), reverse=True)
         self.width = len(self.distinct[0])
         self.chosen: Any = None
+        self.default = 0 if default is None else self.position(default)
 
     def choose(self, budget: Any) -> None:
         """Use `budget` wherever a call names none; None undoes it."""
@@ -79,7 +81,7 @@ class BudgetList:
         Args:
             budget: one for all; a tensor `[B]` with one number per sequence (or `[B, 2]` of pairs);
                 or None: the chosen one if any, else in training a uniform draw from the list for
-                each sequence, in eval the largest.
+                each sequence, in eval the default.
             batch_size: B.
             device: of the result.
             training: whether None draws.
@@ -96,7 +98,7 @@ class BudgetList:
         if budget is not None:
             return torch.full((batch_size,), self.position(budget), device=device)
         if not training:
-            return torch.zeros(batch_size, dtype=torch.long, device=device)
+            return torch.full((batch_size,), self.default, device=device)
         table = torch.tensor([self.distinct.index(row) for row in self.sampled], device=device)
         return table[torch.randint(len(table), (batch_size,), device=device)]
 
@@ -132,14 +134,25 @@ class BudgetControl(nn.Module):
 
     Args:
         budgets: a list of numbers; repeats are sampling weights.
+        default: the budget of eval where none is chosen.
         hidden_size: d.
         symbols_start_at_zero: control symbols of a converted checkpoint start at zero.
+        half: in an encoder-decoder model, which number of a pair is this stack's: 0 or 1.
     """
 
-    def __init__(self, budgets: Sequence[float], *, hidden_size: int, symbols_start_at_zero: bool):
+    def __init__(
+        self,
+        budgets: Sequence[float],
+        *,
+        default: float,
+        hidden_size: int,
+        symbols_start_at_zero: bool,
+        half: int | None = None,
+    ):
         super().__init__()
-        self.budgets = BudgetList(budgets)
+        self.budgets = BudgetList(budgets, default=default)
         self.symbols_start_at_zero = symbols_start_at_zero
+        self.half = half
         self.control_symbols = nn.Embedding(len(self.budgets.distinct), hidden_size)
 
     @property
@@ -147,9 +160,23 @@ class BudgetControl(nn.Module):
         """The distinct budgets that `Budget.index` points into."""
         return self.budgets.names()
 
+    def choose(self, budget: Any) -> None:
+        """Use `budget` wherever a call names none; None undoes it."""
+        self.budgets.choose(self._own(budget))
+
     def forward(self, batch_size: int, device: torch.device, budget: Any = None) -> Budget:
         """The budgets of a batch; see `BudgetList.resolve`."""
         index = self.budgets.resolve(
-            budget, batch_size=batch_size, device=device, training=self.training
+            self._own(budget), batch_size=batch_size, device=device, training=self.training
         )
         return Budget(index, self.control_symbols(index).unsqueeze(1))
+
+    def _own(self, budget: Any) -> Any:
+        """This stack's half of a pair."""
+        if self.half is None:
+            return budget
+        if isinstance(budget, (list, tuple)) and not isinstance(budget, BudgetIndex):
+            return budget[self.half] if len(budget) == 2 else budget
+        if isinstance(budget, Tensor) and budget.ndim == 2 and budget.shape[-1] == 2:
+            return budget[:, self.half]
+        return budget

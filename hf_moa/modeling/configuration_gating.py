@@ -6,7 +6,9 @@ the mechanisms need (MAE, MoA, sparse MoE, CCT) and nothing of BERT, GPT-2 or T5
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
@@ -116,6 +118,9 @@ class GatingConfig:
     output_expert_weights: bool = False
     output_cct_gates: bool = False
 
+    # `AutoModel*` -> the family's class, by name; a subclass fills it in.
+    auto_classes: ClassVar[dict[str, str]] = {}
+
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", *GATING_OUTPUT_FIELDS]
 
     def __post_init__(self, **kwargs: Any):
@@ -123,6 +128,19 @@ class GatingConfig:
         kwargs.pop("model_type", None)
         super().__post_init__(**kwargs)
         self.validate_gating()
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """As in transformers. Beside the family's code, which a model saves with itself, the config
+        names every class of the family: the checkpoint loads as any of them without this package,
+        with `trust_remote_code=True`."""
+        family = Path(save_directory) / f"modeling_{self.model_type}.py"
+        if family.exists():
+            self.auto_map = {"AutoConfig": f"configuration_{self.model_type}.{type(self).__name__}"}
+            for auto_class, name in self.auto_classes.items():
+                self.auto_map[auto_class] = f"{family.stem}.{name}"
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `@strict` parents raise an error that is not a ValueError; ours always is one.
@@ -253,6 +271,16 @@ class GatingConfig:
     def stack_budgets(self) -> list[float]:
         """The budgets of one stack of layers, repeats included."""
         return self.cct_budgets
+
+    @property
+    def default_stack_budget(self) -> float:
+        """The budget of a stack in eval, where none is chosen."""
+        return max(self.stack_budgets)
+
+    @property
+    def budget_half(self) -> int | None:
+        """Which number of a pair of budgets is the stack's: None where there are no pairs."""
+        return None
 
     @property
     def has_cct(self) -> bool:

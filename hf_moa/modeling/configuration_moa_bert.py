@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from transformers import BertConfig
 
 from .configuration_gating import GatingConfig, check_bool
@@ -31,6 +33,14 @@ class MoaBertConfig(GatingConfig, BertConfig):
     """
 
     model_type = "moa_bert"
+    auto_classes: ClassVar[dict[str, str]] = {
+        "AutoModel": "MoaBertModel",
+        "AutoModelForMaskedLM": "MoaBertForMaskedLM",
+        "AutoModelForSequenceClassification": "MoaBertForSequenceClassification",
+        "AutoModelForTokenClassification": "MoaBertForTokenClassification",
+        "AutoModelForQuestionAnswering": "MoaBertForQuestionAnswering",
+        "AutoModelForMultipleChoice": "MoaBertForMultipleChoice",
+    }
 
     head_dim: int | None = None
     pre_norm: bool = False

@@ -87,7 +87,7 @@ class GatedModel:
             ValueError: the model has no CCT, or the budget is not in its list.
         """
         for control in self._budget_controls("set_budget"):
-            control.budgets.choose(budget)
+            control.choose(budget)
 
     def set_cct_noise_scale(self, scale: float) -> None:
         """Set alpha, the scale of the noise on CCT's gates in training (Bapna et al. 2020).
@@ -195,6 +195,8 @@ class GatedModel:
             return None
         return BudgetControl(
             self.config.stack_budgets,
+            default=self.config.default_stack_budget,
+            half=self.config.budget_half,
             hidden_size=self.config.hidden_size,
             symbols_start_at_zero=not self.config.cct_sublayer_norm,
         )

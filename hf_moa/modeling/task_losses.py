@@ -33,3 +33,8 @@ def token_share(labels: Tensor | None, num_items_in_batch=None) -> Tensor | floa
         return 1.0
     local = (labels != IGNORE_INDEX).sum()
     return local / torch.as_tensor(num_items_in_batch, device=local.device)
+
+
+def next_token_labels(labels: Tensor) -> Tensor:
+    """Labels of a causal language model: each position's is the token after it, the last has none."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
