@@ -168,7 +168,10 @@ class GatedAttention(nn.Module):
             # stride 0: one set of keys serves every head, whatever the implementation
             key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
         if position_bias is not None:
-            kwargs["position_bias"] = self.mixture.position_bias(position_bias, mix)
+            position_bias = self.mixture.position_bias(position_bias, mix)
+            if self.config._attn_implementation == "flex_attention":
+                position_bias = position_bias.expand(len(query), -1, -1, -1)  # it does not broadcast
+            kwargs["position_bias"] = position_bias
         context, attentions = self.attention_function()(
             self,
             query,

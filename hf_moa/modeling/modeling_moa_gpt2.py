@@ -46,6 +46,7 @@ class MoaGPT2PreTrainedModel(GatedModel, GPT2PreTrainedModel):
 
     config_class = MoaGPT2Config
     _no_split_modules = ("MoaGPT2Block",)
+    _supports_flex_attn = True
     _can_record_outputs = {  # noqa: RUF012 - read by transformers as it stands
         "hidden_states": MoaGPT2Block,
         "attentions": OutputRecorder(MoaGPT2Attention, index=1, layer_name=".attn"),

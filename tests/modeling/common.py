@@ -37,7 +37,7 @@ def tiny_config(**fields) -> MoaBertConfig:
     return MoaBertConfig(**TINY | {"num_labels": 3} | fields)
 
 
-def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 0.3) -> torch.nn.Module:
     """Move every parameter and statistic away from its initial value, so that nothing is trivial."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -46,7 +46,7 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.3 * noise(parameter))
+            parameter.add_(scale * noise(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("running_mean"):
                 buffer.copy_(0.2 * noise(buffer))

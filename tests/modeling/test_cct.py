@@ -297,7 +297,9 @@ def test_choices_of_an_example_share_its_budget():
 
 
 def test_training_draws_each_budget_with_its_weight():
-    control = BudgetControl([1, 1, 1, 0.5], hidden_size=4, symbols_start_at_zero=False).train()
+    control = BudgetControl(
+        [1, 1, 1, 0.5], default=1, hidden_size=4, symbols_start_at_zero=False
+    ).train()
     torch.manual_seed(0)
     budget = control(8000, torch.device("cpu"))
     assert control.values == [1.0, 0.5]

@@ -1,0 +1,241 @@
+"""The three families, tiny: their classes, what they are compared with, and inputs for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from common import TINY, VARIANTS, batch, randomize
+
+import hf_moa
+
+
+@dataclass(frozen=True)
+class Family:
+    """A backbone: its configurations, tiny sizes, and the names of its dropouts."""
+
+    name: str
+    config_class: type
+    plain_config_class: type
+    tiny: dict[str, Any]
+    no_dropout: dict[str, Any]
+    own_variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def variants(self) -> dict[str, dict[str, Any]]:
+        shared = {name: fields for name, fields in VARIANTS.items() if "pre_norm" not in fields}
+        return shared | self.own_variants
+
+    def config(self, **fields):
+        return self.config_class(**self.tiny | {"num_labels": 3} | fields)
+
+
+BERT = Family(
+    name="bert",
+    config_class=hf_moa.MoaBertConfig,
+    plain_config_class=transformers.BertConfig,
+    tiny=TINY,
+    no_dropout={
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "mae_gate_dropout": 0.0,
+    },
+    own_variants={"mae-pre-norm": VARIANTS["mae-pre-norm"]},
+)
+GPT2 = Family(
+    name="gpt2",
+    config_class=hf_moa.MoaGPT2Config,
+    plain_config_class=transformers.GPT2Config,
+    tiny={
+        "vocab_size": 67,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_inner": 48,
+        "n_positions": 40,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    },
+    no_dropout={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "mae_gate_dropout": 0.0},
+    own_variants={"mae-window-3": {"attention_type": "mae", "mae_gate_window": 3}},
+)
+T5 = Family(
+    name="t5",
+    config_class=hf_moa.MoaT5Config,
+    plain_config_class=transformers.T5Config,
+    tiny={
+        "vocab_size": 67,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 10,
+        "decoder_start_token_id": 0,
+    },
+    no_dropout={"dropout_rate": 0.0, "mae_gate_dropout": 0.0},
+    own_variants={
+        "mae-window-3": {"attention_type": "mae", "mae_gate_window": 3},
+        "mae-gated-gelu": {"attention_type": "mae", "feed_forward_proj": "gated-gelu"},
+        "moe-gated-gelu": {"ffn_type": "moe", "feed_forward_proj": "gated-gelu"},
+        "cct-gated-gelu": {"cct_budgets": [1, 0.5], "feed_forward_proj": "gated-gelu"},
+        "cct-plain-gated-gelu": {
+            "cct_budgets": [[1, 1], [1, 0.5]],
+            "cct_sublayer_norm": False,
+            "feed_forward_proj": "gated-gelu",
+        },
+    },
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One class: `Moa` + `plain_name`, and the auto class that knows it."""
+
+    family: Family
+    plain_name: str
+    auto_name: str
+
+    @property
+    def gated(self) -> type:
+        return getattr(hf_moa, f"Moa{self.plain_name}")
+
+    @property
+    def plain(self) -> type:
+        return getattr(transformers, self.plain_name)
+
+    @property
+    def auto(self) -> type:
+        return getattr(transformers, self.auto_name)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of a tiny configuration: span classifiers have two labels."""
+        return {"num_labels": 2 if self.task == "QuestionAnswering" else 3}
+
+    @property
+    def task(self) -> str:
+        for task in ("MaskedLM", "LMHead", "ConditionalGeneration", "SequenceClassification",
+                     "TokenClassification", "QuestionAnswering", "MultipleChoice"):  # fmt: skip
+            if task in self.plain_name:
+                return task
+        return "none"
+
+    def config(self, **fields):
+        return self.family.config(**self.fields | fields)
+
+    def build(self, seed: int = 0, noise: float = 0.3, **fields):
+        """A model whose every parameter is away from its initial value, in eval mode."""
+        torch.manual_seed(seed)
+        return randomize(self.gated(self.config(**fields)), seed=seed, scale=noise).eval()
+
+    def build_plain(self, seed: int = 0, **fields):
+        torch.manual_seed(seed)
+        config = self.family.plain_config_class(**self.family.tiny | self.fields | fields)
+        return randomize(self.plain(config), seed=seed).eval()
+
+    def inputs(self, **sizes) -> dict[str, torch.Tensor]:
+        """A batch with padding on the right."""
+        ids, mask = batch(**sizes)
+        ids = torch.where(mask.bool(), ids, 0)
+        if self.task == "MultipleChoice":
+            ids, mask = (x.unsqueeze(1).repeat(1, 2, 1) for x in (ids, mask))
+            ids[:, 1] = torch.where(mask[:, 1].bool(), (ids[:, 1] + 7) % 60 + 5, 0)
+        if self.plain_name == "T5ForSequenceClassification":  # the end token, once, last
+            rows = torch.arange(len(ids))
+            ids[rows, mask.sum(dim=1) - 1] = 1
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if self.plain_name in ("T5Model", "T5ForConditionalGeneration"):
+            inputs["decoder_input_ids"] = batch(**sizes | {"length": 6, "seed": 3})[0]
+        return inputs
+
+    def labels(self) -> dict[str, torch.Tensor]:
+        if self.task == "none":
+            return {}
+        if self.task == "LMHead":
+            inputs = self.inputs()
+            ids, mask = inputs["input_ids"], inputs["attention_mask"]
+            return {"labels": torch.where(mask.bool(), ids, -100)}
+        if self.task == "ConditionalGeneration":
+            labels = batch(length=6, seed=5)[0]
+            labels[1, 4:] = -100
+            return {"labels": labels}
+        if self.task in ("MaskedLM", "TokenClassification"):
+            labels = batch(seed=5)[0] % 3
+            labels[0, :4] = -100
+            return {"labels": labels}
+        if self.task == "QuestionAnswering":
+            return {
+                "start_positions": torch.tensor([1, 2, 0]),
+                "end_positions": torch.tensor([2, 4, 1]),
+            }
+        if self.task == "MultipleChoice":
+            return {"labels": torch.tensor([0, 1, 1])}
+        return {"labels": torch.tensor([0, 1, 2])}
+
+
+_HEADS = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+}
+
+
+def _cases(family: Family, prefix: str, others: dict[str, str]) -> list[Case]:
+    return [Case(family, prefix + suffix, auto) for suffix, auto in (others | _HEADS).items()]
+
+
+CASES = [
+    *_cases(
+        BERT,
+        "Bert",
+        {
+            "Model": "AutoModel",
+            "ForMaskedLM": "AutoModelForMaskedLM",
+            "ForMultipleChoice": "AutoModelForMultipleChoice",
+        },
+    ),
+    *_cases(GPT2, "GPT2", {"Model": "AutoModel", "LMHeadModel": "AutoModelForCausalLM"}),
+    *_cases(
+        T5,
+        "T5",
+        {
+            "Model": "AutoModel",
+            "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+            "EncoderModel": "AutoModelForTextEncoding",
+        },
+    ),
+]
+CASE = {case.plain_name: case for case in CASES}
+# Of each family the class that every variant goes through.
+LANGUAGE_MODELS = [CASE["BertForMaskedLM"], CASE["GPT2LMHeadModel"], CASE["T5ForConditionalGeneration"]]
+
+each_class = pytest.mark.parametrize("case", CASES, ids=CASE)
+each_head = pytest.mark.parametrize(
+    "case", [case for case in CASES if case.task != "none"], ids=lambda case: case.plain_name
+)
+each_mechanism = pytest.mark.parametrize(
+    "fields",
+    [VARIANTS[name] for name in ("mha", "mae-1", "moa", "cct")],
+    ids=("mha", "mae", "moa", "cct"),
+)
+each_variant = pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        pytest.param(case, fields, id=f"{case.family.name}-{name}")
+        for case in LANGUAGE_MODELS
+        for name, fields in case.family.variants.items()
+    ],
+)
+
+
+def main_output(output) -> torch.Tensor:
+    for name in ("logits", "start_logits", "last_hidden_state"):
+        if output.get(name) is not None:
+            return output[name]
+    raise AssertionError(f"no main output among {list(output)}")

@@ -1,0 +1,512 @@
+"""What holds for every class of every family, whatever its mechanism."""
+
+import copy
+import io
+
+import pytest
+import torch
+from common import VARIANTS
+from families import (
+    CASE,
+    CASES,
+    LANGUAGE_MODELS,
+    each_class,
+    each_head,
+    each_mechanism,
+    each_variant,
+    main_output,
+)
+from transformers import AutoConfig, AutoModel
+
+import hf_moa
+from hf_moa.modeling.outputs import GatingOutput, GatingSeq2SeqOutput
+
+each_family = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
+
+
+# --- the plain path is transformers' own ----------------------------------------------------------
+
+
+@each_class
+def test_plain_path_is_the_backbone(case):
+    reference = case.build_plain()
+    model = case.gated(case.config()).eval()
+    assert set(model.state_dict()) == set(reference.state_dict())
+    model.load_state_dict(reference.state_dict())
+    inputs, labels = case.inputs(), case.labels()
+    expected = main_output(reference(**inputs))
+    torch.testing.assert_close(main_output(model(**inputs)), expected, atol=0, rtol=0)
+    if labels:
+        actual, expected = model(**inputs, **labels).loss, reference(**inputs, **labels).loss
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+@each_class
+def test_checkpoint_of_the_backbone_loads_into_mae_unchanged(case, tmp_path):
+    reference = case.build_plain()
+    reference.save_pretrained(tmp_path)
+    config = case.family.config_class.from_pretrained(tmp_path, attention_type="mae")
+    model, report = case.gated.from_pretrained(tmp_path, config=config, output_loading_info=True)
+    assert report["missing_keys"]
+    assert all(".mixture.gate." in name for name in report["missing_keys"])
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    inputs = case.inputs()
+    expected = main_output(reference(**inputs))
+    torch.testing.assert_close(main_output(model(**inputs)), expected, atol=1e-5, rtol=1e-5)
+
+
+@each_class
+def test_mae_adds_gate_keys_only(case):
+    plain = set(case.gated(case.config()).state_dict())
+    mae = set(case.gated(case.config(attention_type="mae")).state_dict())
+    assert plain < mae
+    assert all(".mixture.gate." in name for name in mae - plain)
+
+
+# --- saving, loading, initialising ----------------------------------------------------------------
+
+
+@each_class
+def test_auto_classes_know_every_class(case):
+    assert type(case.auto.from_config(case.config())) is case.gated
+
+
+@each_class
+@each_mechanism
+def test_every_class_loads_bit_exactly(case, fields, tmp_path):
+    _assert_loads_bit_exactly(case, fields, tmp_path)
+
+
+@each_variant
+def test_every_variant_loads_bit_exactly(case, fields, tmp_path):
+    _assert_loads_bit_exactly(case, fields, tmp_path)
+
+
+def _assert_loads_bit_exactly(case, fields, path):
+    model = case.build(**fields)
+    model.save_pretrained(path)
+    assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"]
+    loaded = case.auto.from_pretrained(path)
+    assert type(loaded) is case.gated
+    for (name, one), (other_name, other) in zip(
+        _tensors(model), _tensors(loaded), strict=True
+    ):  # buffers that the checkpoint does not carry included
+        assert name == other_name
+        assert torch.equal(one, other), name
+    inputs = case.inputs()
+    assert torch.equal(main_output(loaded(**inputs)), main_output(model(**inputs)))
+
+
+def _tensors(model):
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+
+
+@each_family
+def test_config_round_trip(case, tmp_path):
+    config = case.config(attention_type="moa", cct_budgets=[1, 0.5], router_type="noisy_topk")
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is case.family.config_class
+    ignored = {"_name_or_path": "", "auto_map": None}
+    assert loaded.to_dict() | ignored == config.to_dict() | ignored
+
+
+@each_variant
+def test_loaded_and_built_models_start_alike(case, fields):
+    """`from_pretrained` of an empty checkpoint initialises as the constructor does."""
+    config = case.config(**fields, **_WIDE[case.family.name])
+    torch.manual_seed(0)
+    built = case.gated(copy.deepcopy(config))
+    name, tensor = next(iter(built.state_dict().items()))
+    torch.manual_seed(1)
+    loaded = case.gated.from_pretrained(None, config=config, state_dict={name: tensor})
+    for (name, one), (_, other) in zip(_tensors(built), _tensors(loaded), strict=True):
+        if one.is_floating_point():
+            _assert_same_distribution(other, one, name)
+
+
+def _assert_same_distribution(actual, expected, name):
+    """Means and standard deviations within six standard errors (none where they are constant)."""
+    mean, std = (statistic(actual.detach().double()) for statistic in (torch.mean, _deviation))
+    other_mean, other_std = (f(expected.detach().double()) for f in (torch.mean, _deviation))
+    error = 6 * other_std / actual.numel() ** 0.5
+    assert abs(mean - other_mean) <= 1.5 * error + 1e-12, name
+    assert abs(std - other_std) <= error + 1e-12, name
+
+
+def _deviation(x):
+    return x.std(correction=0)
+
+
+_WIDE = {
+    "bert": {"hidden_size": 64},
+    "gpt2": {"n_embd": 64},
+    "t5": {"d_model": 64},
+}
+
+
+@each_class
+@each_mechanism
+def test_plain_parameters_start_as_the_backbones_do(case, fields):
+    """Every parameter that the backbone has too has its mean and standard deviation."""
+    wide = _WIDE[case.family.name]
+    torch.manual_seed(0)
+    plain_config = case.family.plain_config_class(**case.family.tiny | case.fields | wide)
+    plain = dict(case.plain(plain_config).named_parameters())
+    gated = dict(case.gated(case.config(**fields, **wide)).named_parameters())
+    shared = [name for name in plain.keys() & gated.keys() if plain[name].shape == gated[name].shape]
+    assert len(shared) >= 5
+    for name in shared:
+        _assert_same_distribution(gated[name], plain[name], name)
+
+
+@each_class
+def test_mismatched_head_can_be_replaced(case, tmp_path):
+    if case.task not in ("SequenceClassification", "TokenClassification"):
+        pytest.skip("no head that depends on the number of labels")
+    model = case.build(attention_type="mae")
+    model.save_pretrained(tmp_path)
+    with pytest.raises((RuntimeError, ValueError), match="ignore_mismatched_sizes"):
+        case.gated.from_pretrained(tmp_path, num_labels=5)
+    other = case.gated.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
+    assert other(**case.inputs()).logits.shape[-1] == 5
+
+
+# --- invariances ----------------------------------------------------------------------------------
+
+
+@each_class
+@each_mechanism
+def test_padding_and_batch_change_nothing(case, fields):
+    _assert_padding_and_batch_change_nothing(case, fields)
+
+
+@each_variant
+def test_padding_and_batch_change_nothing_in_any_variant(case, fields):
+    _assert_padding_and_batch_change_nothing(case, fields)
+
+
+def _assert_padding_and_batch_change_nothing(case, fields):
+    model = case.build(**fields).double()
+    inputs = case.inputs()
+    mask = inputs["attention_mask"]
+    together = main_output(model(**inputs))
+    longest = mask.shape[-1]
+    for b in range(len(mask)):
+        n = int(mask[b].flatten(0, -2).sum(-1).max() if mask.ndim == 3 else mask[b].sum())
+        row = {
+            name: x[b : b + 1] if name.startswith("decoder") else x[b : b + 1, ..., :n]
+            for name, x in inputs.items()
+        }
+        alone = main_output(model(**row))
+        per_token = together.ndim > 1 and together.shape[1] == longest
+        expected = together[b, :n] if per_token else together[b]
+        torch.testing.assert_close(alone[0], expected, atol=1e-10, rtol=0)
+
+
+@each_variant
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+def test_attention_implementations_agree(case, fields, implementation):
+    # T5's scores are not scaled: small weights keep float32 rounding small
+    model = case.build(attn_implementation="eager", noise=0.05, **fields)
+    inputs = case.inputs(length=17)
+    with torch.no_grad():
+        expected = model(**inputs)
+        model.set_attn_implementation(implementation)
+        assert model.config._attn_implementation == implementation
+        actual = model(**inputs)
+    real = inputs["attention_mask"].bool()
+    if case.family.name == "t5":
+        real = torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool)
+    scale = expected.logits[real].abs().max().item()
+    torch.testing.assert_close(actual.logits[real], expected.logits[real], atol=1e-5 * scale, rtol=0)
+
+
+@each_class
+@each_mechanism
+def test_inputs_embeds_stand_for_input_ids(case, fields):
+    if case.task == "MultipleChoice" or case.plain_name in (
+        "GPT2ForSequenceClassification",  # finds the last token by its id
+        "T5ForSequenceClassification",
+        "T5ForQuestionAnswering",  # the decoder reads the ids
+    ):
+        pytest.skip("needs input_ids")
+    model = case.build(**fields)
+    inputs = case.inputs()
+    expected = main_output(model(**inputs))
+    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+    torch.testing.assert_close(main_output(model(**inputs)), expected)
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        model(**case.inputs() | inputs)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@each_variant
+def test_checkpointing_changes_no_gradient(case, fields):
+    gradients = []
+    for checkpointing in (False, True):
+        model = case.build(**fields).double().train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        torch.manual_seed(1)
+        model(**case.inputs(), **case.labels()).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    plain, checkpointed = gradients
+    for name, gradient in plain.items():
+        assert (gradient is None) == (checkpointed[name] is None), name
+        if gradient is not None:
+            limit = 1e-11 * max(1.0, gradient.abs().max().item())
+            torch.testing.assert_close(checkpointed[name], gradient, atol=limit, rtol=1e-9, msg=name)
+
+
+@each_variant
+def test_every_parameter_learns(case, fields):
+    model = case.build(**fields).train()
+    model(**case.inputs(), **case.labels()).loss.backward()
+    # one batch has one token type of two, and may not draw every pair of budgets
+    unused = ("token_type_embeddings.weight",)
+    for name, parameter in model.named_parameters():
+        assert name.endswith(unused) or parameter.grad.abs().max() > 0, name
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_loads_and_runs(case, fields, dtype, tmp_path):
+    torch.manual_seed(0)
+    case.gated(case.config(**fields)).save_pretrained(tmp_path)
+    half = case.gated.from_pretrained(tmp_path, dtype=dtype)
+    assert half.dtype == dtype
+    for name, tensor in half.state_dict().items():
+        if "gate.norm" in name and tensor.is_floating_point():
+            assert tensor.dtype == torch.float32, name
+    assert torch.isfinite(half(**case.inputs()).logits).all()
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_trains(case, fields, dtype):
+    torch.manual_seed(0)
+    model = case.gated(case.config(**fields | case.family.no_dropout)).train()
+    inputs = case.inputs() | case.labels()
+    torch.manual_seed(1)
+    expected = model(**inputs).loss
+    torch.manual_seed(1)
+    with torch.autocast("cpu", dtype):
+        loss = model(**inputs).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected, atol=0.02, rtol=0.02)
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@each_head
+def test_every_head_adds_the_auxiliary_loss_in_training_alone(case):
+    model = case.build(attention_type="moa", **case.family.no_dropout)
+    inputs = case.inputs() | case.labels()
+    task = model(**inputs).loss
+    if case.plain_name == "GPT2ForTokenClassification":
+        model.dropout.p = 0.0  # GPT-2's configuration has no field for it
+    output = model.train()(**inputs)
+    assert output.aux_loss > 0
+    torch.testing.assert_close(output.loss, task + output.aux_loss)
+
+
+@each_head
+def test_parts_of_a_batch_sum_to_its_task_loss(case):
+    if not getattr(case.gated, "accepts_loss_kwargs", True):
+        pytest.skip("the loss is a mean over sequences")
+    model = case.build()
+    inputs, labels = case.inputs(), case.labels()["labels"]
+    shifted = labels[:, 1:] if case.task == "LMHead" else labels
+    total = (shifted != -100).sum()
+    parts = [
+        model(
+            **{name: x[b : b + 1] for name, x in inputs.items()},
+            labels=labels[b : b + 1],
+            num_items_in_batch=total,
+        ).loss
+        for b in range(3)
+    ]
+    torch.testing.assert_close(sum(parts), model(**inputs, labels=labels).loss)
+
+
+@each_family
+def test_auxiliary_loss_is_weighted_by_its_share_of_the_batch(case):
+    model = case.build(attention_type="moa", **case.family.no_dropout).train()
+    inputs, labels = case.inputs(), case.labels()["labels"]
+    shifted = labels[:, 1:] if case.task == "LMHead" else labels
+    count = int((shifted != -100).sum())
+    output = model(**inputs, labels=labels)
+    half = model(**inputs, labels=labels, num_items_in_batch=2 * count)
+    torch.testing.assert_close(half.loss, output.loss / 2)
+    torch.testing.assert_close(half.aux_loss, output.aux_loss)
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "problem", "labels"),
+    [
+        (1, "regression", torch.tensor([0.1, 0.5, 2.0])),
+        (3, "single_label_classification", torch.tensor([0, 2, 1])),
+        (3, "multi_label_classification", torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 1]])),
+    ],
+    ids=("regression", "single-label", "multi-label"),
+)
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "T5"])
+def test_problem_types_follow_the_backbone(name, num_labels, problem, labels):
+    case = CASE[f"{name}ForSequenceClassification"]
+    reference = case.build_plain(num_labels=num_labels)
+    model = case.gated(case.config(num_labels=num_labels)).eval()
+    model.load_state_dict(reference.state_dict())
+    inputs = case.inputs()
+    torch.testing.assert_close(
+        model(**inputs, labels=labels).loss, reference(**inputs, labels=labels).loss
+    )
+    assert model.config.problem_type == problem
+
+
+# --- tools of PyTorch -----------------------------------------------------------------------------
+
+
+@each_variant
+def test_models_can_be_pickled_and_copied(case, fields):
+    model = case.build(**fields)
+    inputs = case.inputs()
+    expected = model(**inputs).logits
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False)(**inputs).logits, expected)
+    model(**inputs, output_hidden_states=True)  # transformers installs its recording hooks
+    assert torch.equal(copy.deepcopy(model)(**inputs).logits, expected)
+
+
+@each_variant
+def test_is_captured_as_one_graph(case, fields):
+    torch._dynamo.reset()
+    model = case.build(**fields)
+    inputs = case.inputs() | {"use_cache": False}
+    if case.family.name == "bert":
+        del inputs["use_cache"]
+    budgets = [None, 0.5] if model.config.has_cct and case.family.name != "t5" else [None]
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        for budget in budgets:
+            expected = model(**inputs, budget=budget).logits
+            assert torch.equal(compiled(**inputs, budget=budget).logits, expected)
+
+
+@pytest.mark.slow
+@each_variant
+def test_training_step_is_captured_as_one_graph(case, fields):
+    torch._dynamo.reset()
+    fixed = {"router_type": "topk", "router_load_loss_coef": 0.0} | case.family.no_dropout
+    if "cct_budgets" in fields:
+        fields = fields | {"cct_budgets": [0.5]}
+    gradients = []
+    for compiled in (False, True):
+        model = case.build(**fields | fixed).train()
+        model.set_experts_implementation("grouped_mm")
+        step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        torch.manual_seed(1)
+        inputs = case.inputs() | case.labels()
+        if case.family.name != "bert":
+            inputs["use_cache"] = False
+        step(**inputs).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        limit = 1e-6 * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(gradients[1][name], expected, atol=limit, rtol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+@each_family
+@pytest.mark.parametrize("name", ["mae-1", "moa", "moe", "mae-cct"])
+def test_compiled_model_computes_the_same(case, name):
+    torch._dynamo.reset()
+    model = case.build(**VARIANTS[name])
+    inputs = case.inputs() | ({} if case.family.name == "bert" else {"use_cache": False})
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True)
+        expected = model(**inputs).logits
+        limit = 1e-5 * expected.abs().max().item()
+        torch.testing.assert_close(compiled(**inputs).logits, expected, atol=limit, rtol=0)
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+@each_variant
+def test_hidden_states_and_attentions(case, fields):
+    model = case.build(attn_implementation="eager", **fields)
+    output = model(**case.inputs(), output_hidden_states=True, output_attentions=True)
+    lengths = {"": (9, 9)}
+    if case.family.name == "t5":
+        lengths = {"encoder_": (9, 9), "decoder_": (6, 6), "cross_": (6, 9)}
+    for prefix, (length, keys) in lengths.items():
+        if prefix != "cross_":
+            states = output[f"{prefix}hidden_states"]
+            assert [tuple(state.shape) for state in states] == [(3, length, 32)] * 3
+        attentions = output[f"{prefix}attentions"]
+        assert [tuple(a.shape) for a in attentions] == [(3, 4, length, keys)] * 2
+        for attention in attentions:
+            torch.testing.assert_close(attention.sum(-1), torch.ones(3, 4, length))
+
+
+@each_class
+@each_mechanism
+def test_return_dict_false_gives_a_tuple(case, fields):
+    model = case.build(**fields)
+    inputs = case.inputs()
+    as_tuple = model(**inputs, return_dict=False)
+    assert isinstance(as_tuple, tuple)
+    assert torch.equal(as_tuple[0], main_output(model(**inputs)))
+
+
+@each_family
+def test_embeddings_resize_with_the_tied_head(case):
+    model = case.build(attention_type="mae")
+    model.resize_token_embeddings(80)
+    assert model.config.vocab_size == 80
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    inputs = case.inputs()
+    inputs["input_ids"][0, :2] = torch.tensor([70, 79])
+    assert model(**inputs).logits.shape[-1] == 80
+
+
+@each_family
+def test_config_can_ask_for_gating_outputs(case):
+    model = case.build(attention_type="moa", output_router_logits=True)
+    name = "decoder_router_logits" if case.family.name == "t5" else "router_logits"
+    assert len(model(**case.inputs())[name]) == 2
+    assert model(**case.inputs(), output_router_logits=False).get(name) is None
+
+
+def test_predictions_ignore_every_gating_output():
+    for case in CASES:
+        ignored = set(case.config().keys_to_ignore_at_inference)
+        assert ignored >= set(GatingOutput.__dataclass_fields__) - {"loss"}
+        assert ignored >= set(GatingSeq2SeqOutput.__dataclass_fields__)
+
+
+@each_family
+def test_reentrant_checkpointing_is_refused_where_it_would_drop_losses(case):
+    reentrant = {"use_reentrant": True}
+    case.build(attention_type="mae").activation_checkpointing_enable(reentrant)
+    for fields in ({"attention_type": "moa"}, {"ffn_type": "moe"}, {"cct_budgets": [1]}):
+        with pytest.raises(ValueError, match="reentrant"):
+            case.build(**fields).activation_checkpointing_enable(reentrant)
+
+
+def test_public_names():
+    names = {case.gated.__name__ for case in CASES}
+    configs = {case.family.config_class.__name__ for case in CASES}
+    assert set(hf_moa.__all__) >= names | configs | {"upcycle"}
+    for name in hf_moa.__all__:
+        assert getattr(hf_moa, name) is not None
+
+
+def test_base_models_are_what_automodel_gives():
+    for case in LANGUAGE_MODELS:
+        assert type(AutoModel.from_config(case.config())).__name__.endswith("Model")

@@ -1,0 +1,371 @@
+"""Causal gates and their caches: nothing sees the future, and cached decoding is the full forward."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from common import batch, randomize
+from families import BERT, CASE, Case
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+from hf_moa import MoaBertModel
+from hf_moa.modeling.gate_cache import CROP_RESERVE
+from hf_moa.modeling.gate_norm import GateBatchNorm
+from hf_moa.modeling.mae import MAE_PHASES
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A causal model of one family, called alike: tokens in, hidden states or logits out."""
+
+    name: str
+
+    @property
+    def case(self) -> Case:
+        return {"gpt2": CASE["GPT2LMHeadModel"], "t5": CASE["T5ForConditionalGeneration"]}[self.name]
+
+    @property
+    def variants(self):
+        variants = BERT.variants if self.name == "bert" else self.case.family.variants
+        return variants | {
+            "mae-window-3": {"attention_type": "mae", "mae_gate_window": 3},
+            "mae-all": {"attention_type": "mae", "mae_gate_window": None},
+        }
+
+    def build(self, **fields):
+        if self.name == "bert":
+            torch.manual_seed(0)
+            model = MoaBertModel(BERT.config(is_decoder=True, **fields))
+            return randomize(model).eval().double()
+        return self.case.build(**fields).double()
+
+    def __call__(self, model, ids, *, mask=None, cache=None, use_cache=None, past=0, **kwargs):
+        """`mask` `[B, past + T]`; the output's tensor `[B, T, ...]` and its cache."""
+        if self.name == "t5":
+            source, source_mask = batch(batch_size=4, length=7, seed=8)
+            output = model(
+                source[: len(ids)],
+                attention_mask=source_mask[: len(ids)],
+                decoder_input_ids=ids,
+                decoder_attention_mask=mask,
+                past_key_values=cache,
+                use_cache=cache is not None or bool(use_cache),
+                **kwargs,
+            )
+            return output.logits, output.past_key_values
+        if mask is not None:
+            kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
+        output = model(
+            ids, attention_mask=mask, past_key_values=cache, use_cache=bool(use_cache), **kwargs
+        )
+        return output[0], output.past_key_values
+
+
+DECODERS = [Decoder("bert"), Decoder("gpt2"), Decoder("t5")]
+each_decoder = pytest.mark.parametrize(
+    ("decoder", "fields"),
+    [
+        pytest.param(decoder, fields, id=f"{decoder.name}-{name}")
+        for decoder in DECODERS
+        for name, fields in decoder.variants.items()
+    ],
+)
+STATEFUL = ["mae-2", "mae-window-3", "mae-all", "mae-cct", "cct", "moa-moe-cct"]
+each_stateful_decoder = pytest.mark.parametrize(
+    ("decoder", "fields"),
+    [
+        pytest.param(decoder, decoder.variants[name], id=f"{decoder.name}-{name}")
+        for decoder in DECODERS
+        for name in STATEFUL
+    ],
+)
+
+
+def assert_equal(actual, expected):
+    scale = max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(actual, expected, atol=1e-12 * scale, rtol=0)
+
+
+# --- causality ------------------------------------------------------------------------------------
+
+
+@each_decoder
+def test_no_gate_sees_the_future(decoder, fields):
+    model = decoder.build(**fields)
+    ids, _ = batch(length=12)
+    budgets = [1, 0.5] if "cct_budgets" in fields else [None]
+    if fields.get("cct_budgets", [0])[0] == [1, 1]:
+        budgets = [1, (1, 0.5)]
+    for budget in budgets:
+        _assert_causal(decoder, model, ids, budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "fields", "phase"),
+    [
+        pytest.param(decoder, fields, phase, id=f"{decoder.name}-{name}-{phase}")
+        for decoder in DECODERS
+        for name, fields in decoder.variants.items()
+        for phase in MAE_PHASES
+        if phase == "mixture"
+        or (fields.get("attention_type") == "mae" and "mae_gate_type" not in fields)
+    ],
+)
+def test_no_gate_sees_the_future_in_training(decoder, fields, phase):
+    """With the gates' batch statistics, which run over all positions as in the paper, held still."""
+    family = BERT if decoder.name == "bert" else decoder.case.family
+    model = decoder.build(**fields | family.no_dropout).train()
+    for module in model.modules():
+        if isinstance(module, GateBatchNorm):
+            module.weight.requires_grad_(False)
+    if phase != "mixture":
+        model.set_mae_phase(phase)
+    ids, _ = batch(length=12)
+    _assert_causal(decoder, model, ids)
+
+
+def _assert_causal(decoder, model, ids, **kwargs):
+    def run(ids):
+        torch.manual_seed(3)
+        return decoder(model, ids, **kwargs)[0]
+
+    before = run(ids)
+    for t in (3, 8):
+        changed = ids.clone()
+        changed[:, t:] = (changed[:, t:] + 11) % 60 + 5
+        after = run(changed)
+        assert_equal(after[:, :t], before[:, :t])
+        assert not torch.allclose(after[:, t:], before[:, t:])
+
+
+@each_stateful_decoder
+def test_no_gradient_comes_from_the_future(decoder, fields):
+    model = decoder.build(**fields)
+    ids, _ = batch(length=12)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    if decoder.name == "t5":
+        output = model(ids, decoder_inputs_embeds=embeds)[0]
+    else:
+        output = model(inputs_embeds=embeds, use_cache=False)[0]
+    (gradient,) = torch.autograd.grad(output[:, :8].square().sum(), embeds)
+    assert torch.all(gradient[:, 8:] == 0)
+    assert gradient[:, :8].abs().max() > 0
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+
+@each_decoder
+def test_cached_decoding_equals_the_full_forward(decoder, fields):
+    model = decoder.build(**fields)
+    ids, _ = batch(length=12)
+    full, _ = decoder(model, ids)
+    cache, steps = None, []
+    for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:9], ids[:, 9:12]):
+        output, cache = decoder(model, part, cache=cache, use_cache=True)
+        steps.append(output)
+    assert_equal(torch.cat(steps, dim=1), full)
+
+
+@each_decoder
+def test_left_padded_cached_decoding_equals_each_row_alone(decoder, fields):
+    model = decoder.build(**fields)
+    ids, _ = batch(batch_size=2, length=12)
+    ids = ids.flip(0)  # so that T5's source of the padded row is the first, as it is alone
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    cache, steps = None, []
+    for start, end in ((0, 7), (7, 8), (8, 12)):
+        output, cache = decoder(
+            model, ids[:, start:end], mask=mask[:, :end], cache=cache, use_cache=True, past=start
+        )
+        steps.append(output)
+    alone, _ = decoder(model, ids[:1, 4:])
+    actual = torch.cat(steps, dim=1)[0, 4:]
+    torch.testing.assert_close(actual, alone[0], atol=1e-10, rtol=0)
+
+
+@each_decoder
+def test_static_cache_equals_the_full_forward(decoder, fields):
+    model = decoder.build(**fields)
+    ids, _ = batch(length=12)
+    full, _ = decoder(model, ids)
+    cache = StaticCache(config=model.config, max_cache_len=15)
+    if decoder.name == "t5":
+        cache = EncoderDecoderCache(cache, StaticCache(config=model.config, max_cache_len=7))
+    for _ in range(2):  # and again after a reset
+        steps = []
+        for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:9], ids[:, 9:12]):
+            output, _ = decoder(model, part, cache=cache, use_cache=True)
+            steps.append(output)
+        assert_equal(torch.cat(steps, dim=1), full)
+        cache.reset()
+
+
+@pytest.mark.parametrize(
+    ("decoder", "fields"),
+    [
+        pytest.param(decoder, decoder.variants[name], id=f"{decoder.name}-{name}")
+        for decoder in DECODERS
+        for name in ("cct", "mae-cct", "moa-moe-cct")
+    ],
+)
+def test_compute_fraction_counts_cached_keys(decoder, fields):
+    """The costs of all steps add up to the cost of the full forward."""
+    model = decoder.build(**fields)
+    if decoder.name == "t5":
+        model = model.decoder
+    ids, _ = batch(length=12)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    source = torch.randn(3, 7, 32, dtype=torch.float64) if decoder.name == "t5" else None
+    extra = {} if source is None else {"encoder_hidden_states": source}
+    full = model(ids, attention_mask=mask, use_cache=False, **extra).compute_cost
+    for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=15)):
+        if source is not None:
+            cross = (
+                copy.deepcopy(cache)
+                if isinstance(cache, DynamicCache)
+                else StaticCache(config=model.config, max_cache_len=7)
+            )
+            cache = EncoderDecoderCache(cache, cross)
+        total = torch.zeros_like(full)
+        for start, end in ((0, 5), (5, 6), (6, 12)):
+            total += model(
+                ids[:, start:end],
+                attention_mask=mask[:, :end],
+                past_key_values=cache,
+                use_cache=True,
+                **extra,
+            ).compute_cost
+        torch.testing.assert_close(total, full)
+
+
+@each_stateful_decoder
+def test_cache_can_be_reordered_cropped_and_repeated(decoder, fields):
+    model = decoder.build(**fields)
+    ids, _ = batch(length=12)
+    if decoder.name == "t5":
+        decoder = _SameSource(decoder.name)
+    _, cache = decoder(model, ids[:, :9], use_cache=True)
+    cache.crop(-2)
+    order = torch.tensor([2, 0, 1])
+    cache.reorder_cache(order)
+    actual, _ = decoder(model, ids[order, 7:12], cache=cache, use_cache=True)
+    full, _ = decoder(model, ids[order])
+    assert_equal(actual, full[:, 7:12])
+    _, cache = decoder(model, ids[:, :9], use_cache=True)
+    cache.batch_repeat_interleave(2)
+    twice = ids.repeat_interleave(2, dim=0)
+    actual, _ = decoder(model, twice[:, 9:], cache=cache, use_cache=True)
+    full, _ = decoder(model, twice)
+    assert_equal(actual, full[:, 9:])
+    rows = torch.tensor([1, 4])
+    _, cache = decoder(model, twice[:, :9], use_cache=True)
+    cache.batch_select_indices(rows)
+    actual, _ = decoder(model, twice[rows, 9:], cache=cache, use_cache=True)
+    assert_equal(actual, full[rows, 9:])
+    cache.reset()
+    actual, _ = decoder(model, ids[:, :4], cache=cache, use_cache=True)
+    full, _ = decoder(model, ids[:, :4])
+    assert_equal(actual, full)
+
+
+class _SameSource(Decoder):
+    """T5 with one source for all rows, however many there are."""
+
+    def __call__(self, model, ids, *, cache=None, use_cache=None, **kwargs):
+        source = batch(batch_size=1, length=7, seed=8)[0].expand(len(ids), -1)
+        output = model(
+            source,
+            decoder_input_ids=ids,
+            past_key_values=cache,
+            use_cache=bool(use_cache),
+        )
+        return output.logits, output.past_key_values
+
+
+def test_window_is_held_and_no_more():
+    decoder = Decoder("gpt2")
+    model = decoder.build(attention_type="mae", mae_gate_window=3, n_positions=400)
+    model.requires_grad_(False)
+    ids = torch.randint(5, 67, (1, 300))
+    full, _ = decoder(model, ids)
+    _, cache = decoder(model, ids[:, :280], use_cache=True)
+    held = cache.layers[0].states["gate_inputs"]
+    assert held.shape == (1, 2 + CROP_RESERVE, 32)
+    with pytest.raises(ValueError, match="activate_past_recording"):
+        copy.deepcopy(cache).crop(-CROP_RESERVE - 1)
+    cache.crop(-CROP_RESERVE)
+    length = 280 - CROP_RESERVE
+    actual, _ = decoder(model, ids[:, length:], cache=cache, use_cache=True)
+    assert_equal(actual, full[:, length:])
+    cache = DynamicCache()
+    _, cache = decoder(model, ids[:, :1], cache=cache, use_cache=True)
+    cache.activate_past_recording()
+    _, cache = decoder(model, ids[:, 1:280], cache=cache, use_cache=True)
+    cache.crop(-270)
+    actual, _ = decoder(model, ids[:, 10:], cache=cache, use_cache=True)
+    assert_equal(actual, full[:, 10:])
+
+
+def test_cache_of_another_model_is_refused():
+    decoder = Decoder("gpt2")
+    ids, _ = batch(length=6)
+    _, cache = decoder(decoder.build(), ids, use_cache=True)
+    gated = decoder.build(attention_type="mae")
+    with pytest.raises(ValueError, match="past_key_values"):
+        decoder(gated, ids[:, :1], cache=cache, use_cache=True)
+
+
+# T5 returns the cache that it was given, and always has cross-attention
+each_decoder_alone = pytest.mark.parametrize(
+    ("decoder", "fields"),
+    [
+        pytest.param(decoder, fields, id=f"{decoder.name}-{name}")
+        for decoder in DECODERS[:2]
+        for name, fields in decoder.variants.items()
+    ],
+)
+
+
+@each_decoder_alone
+def test_given_cache_is_used_whatever_use_cache_says(decoder, fields):
+    model = decoder.build(**fields)
+    ids, _ = batch(length=12)
+    _, cache = decoder(model, ids[:, :7], use_cache=True)
+    output, returned = decoder(model, ids[:, 7:], cache=cache, use_cache=False)
+    full, _ = decoder(model, ids)
+    assert_equal(output, full[:, 7:])
+    assert returned is None
+
+
+# --- cross-attention of BERT and GPT-2 ------------------------------------------------------------
+
+
+@each_decoder_alone
+def test_cross_attention_is_cached_and_counted(decoder, fields):
+    model = decoder.build(add_cross_attention=True, **fields)
+    ids, _ = batch(length=9)
+    source = torch.randn(3, 6, 32, dtype=torch.float64)
+    source_mask = torch.ones(3, 6, dtype=torch.long)
+    source_mask[1, 4:] = 0
+    encoder = {"encoder_hidden_states": source, "encoder_attention_mask": source_mask}
+    full = model(ids, use_cache=False, output_cct_gates=True, **encoder)
+    cache, steps = None, []
+    for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:9]):
+        output = model(part, past_key_values=cache, use_cache=True, **encoder)
+        cache = output.past_key_values
+        steps.append(output[0])
+    assert_equal(torch.cat(steps, dim=1), full[0])
+    if model.config.has_cct:
+        assert full.cct_gates[0]["cross_kv"].shape == (3, 6)
+        assert full.cct_gates[0]["cross_query"].shape == (3, 9)
+        assert torch.isfinite(output.compute_fraction).all()
+    masked = source.clone()
+    masked[1, 4:] = 9.0
+    other = model(ids, use_cache=False, **encoder | {"encoder_hidden_states": masked})
+    assert_equal(other[0], full[0])
