@@ -24,7 +24,7 @@ from typing import Any
 
 _UPCYCLE_MARKER = "config.json"
 # What upcycle takes besides the gating fields.
-_BERT_FIELDS = {
+_HEAD_FIELDS = {
     "num_attention_heads": "heads active per token (default: the source's)",
     "head_dim": "size of one head (default: hidden_size / num_attention_heads)",
 }
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-moa",
-        description="BERT whose attention is a mixture of heads and whose layers skip computation.",
+        description="BERT, GPT-2 and T5 whose attention is a mixture of heads and whose layers skip "
+        "computation.",
         epilog="example: hf-moa quickstart",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -128,7 +129,7 @@ def _add_upcycle(commands: Any) -> None:
         commands,
         "upcycle",
         _upcycle,
-        "turn a pretrained BERT into a gated one that starts from its weights",
+        "turn a pretrained BERT, GPT-2 or T5 into a gated one that starts from its weights",
         "hf-moa upcycle google-bert/bert-base-uncased ./mae-bert "
         "--attention-type mae --cct-budgets 1.0 0.5",
     )
@@ -150,7 +151,7 @@ def _add_upcycle(commands: Any) -> None:
         "ffn_type": gating.FFN_TYPES,
         "cct_execution": gating.CCT_EXECUTIONS,
     }
-    for name, meaning in _BERT_FIELDS.items():
+    for name, meaning in _HEAD_FIELDS.items():
         fields.add_argument(
             "--" + name.replace("_", "-"), type=int, default=argparse.SUPPRESS, help=meaning
         )
@@ -174,7 +175,7 @@ def _field_options(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         return options | {"action": argparse.BooleanOptionalAction}
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if list in kinds:
-        return options | {"type": float, "nargs": "+", "metavar": "BUDGET"}
+        return options | {"type": _budget, "nargs": "+", "metavar": "BUDGET"}
     if types.NoneType in kinds:
         kind = next(kind for kind in kinds if kind is not types.NoneType)
         return options | {"type": _or_none(kind), "metavar": f"{kind.__name__.upper()}|none"}
@@ -194,6 +195,15 @@ def _meaning(config_class: type, name: str) -> str:
     return re.split(r"(?<=[^.]{2}[.:]) (?=[A-Z])", text)[0].rstrip(".:")
 
 
+def _budget(text: str) -> float | list[float]:
+    """`0.5`, or for T5 a pair of encoder and decoder, `1,0.5`."""
+    numbers = [float(number) for number in text.split(",")]
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+_budget.__name__ = "budget"  # what argparse calls it in an error
+
+
 def _or_none(kind: type) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         return None if text.lower() == "none" else kind(text)
@@ -208,7 +218,7 @@ def _upcycle(args: argparse.Namespace) -> int:
     from .output_folder import output_folder
 
     fields = _given(args, GatingConfig)
-    fields |= {name: value for name, value in vars(args).items() if name in _BERT_FIELDS}
+    fields |= {name: value for name, value in vars(args).items() if name in _HEAD_FIELDS}
     with (
         _without_bars(),
         output_folder(args.output_dir, overwrite=args.overwrite, marker=_UPCYCLE_MARKER) as folder,

@@ -15,29 +15,10 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .modeling import modeling_moa_bert as moa_bert
 from .modeling.configuration_gating import GatingConfig
-from .modeling.configuration_moa_bert import MoaBertConfig
-from .upcycle_bert import convert_bert
+from .upcycle_families import TASKS, Family, family_of
 
-_BERT_CLASSES = {
-    "BertModel": moa_bert.MoaBertModel,
-    "BertForMaskedLM": moa_bert.MoaBertForMaskedLM,
-    "BertForSequenceClassification": moa_bert.MoaBertForSequenceClassification,
-    "BertForTokenClassification": moa_bert.MoaBertForTokenClassification,
-    "BertForQuestionAnswering": moa_bert.MoaBertForQuestionAnswering,
-    "BertForMultipleChoice": moa_bert.MoaBertForMultipleChoice,
-}
-# Pretraining checkpoints hold a masked language model; their next-sentence head has no use here.
-_ALIASES = {"BertForPreTraining": "BertForMaskedLM"}
-TASKS = {
-    "feature-extraction": "BertModel",
-    "fill-mask": "BertForMaskedLM",
-    "text-classification": "BertForSequenceClassification",
-    "token-classification": "BertForTokenClassification",
-    "question-answering": "BertForQuestionAnswering",
-    "multiple-choice": "BertForMultipleChoice",
-}
+__all__ = ["TASKS", "upcycle"]
 
 
 def upcycle(
@@ -61,18 +42,20 @@ def upcycle(
     - `ffn_type="moe"`: what the source computes; every expert starts as a copy of its feed-forward
       layer (Komatsuzaki et al. 2023, "Sparse Upcycling").
     - `attention_type="moa"`: something else. **It needs further training.** Expert i starts from
-      head `i % h` (its Wq, and its Wo times k, since MoA's weights sum to 1), and the one key and
-      value projection is the mean over the source's heads. k is the source's number of heads, N is
-      2k unless `num_attention_experts` says otherwise, and routers start random.
+      head `i % h` (its Wq, its Wo times k, since MoA's weights sum to 1, and in T5 its position
+      bias), and the one key and value projection is the mean over the source's heads. k is the
+      source's number of heads, N is 2k unless `num_attention_experts` says otherwise, and routers
+      start random.
 
     Args:
-        model_or_path: a BERT model (or a gated model with plain multi-head attention and CCT off),
-            or the directory or Hub id of one.
+        model_or_path: a BERT, GPT-2 or T5 model (or a gated model with plain multi-head attention
+            and CCT off), or the directory or Hub id of one.
         attention_type: "mha", "mae" or "moa".
-        task: for a path, the head to load: "feature-extraction", "fill-mask",
-            "text-classification", "token-classification", "question-answering" or
-            "multiple-choice". A head that the checkpoint lacks starts random. Default: the class
-            that the checkpoint names in `architectures`.
+        task: for a path, the head to load: "feature-extraction", "text-classification",
+            "token-classification" or "question-answering"; for BERT "fill-mask" or
+            "multiple-choice"; for GPT-2 "text-generation"; for T5 "text2text-generation" or
+            "text-encoding" (the encoder alone). A head that the checkpoint lacks starts random.
+            Default: the class that the checkpoint names in `architectures`.
         model_class: the same as a class or class name, `MoaBertForMaskedLM` or `BertForMaskedLM`.
         load_kwargs: for a path, arguments of `from_pretrained` (`revision`, `dtype`, `num_labels`).
         config_fields: fields of the gated configuration, such as `num_attention_experts`.
@@ -93,10 +76,11 @@ def upcycle(
         source = model_or_path
     else:
         source = _load(model_or_path, task, model_class, load_kwargs or {})
-    target_class = _BERT_CLASSES[_plain_name(type(source).__name__)]
+    family = _family(source.config)
+    target_class = family.gated_class(_plain_name(type(source).__name__, family))
     config = _target_config(source.config, attention_type, config_fields)
     state = {name: tensor.detach().clone() for name, tensor in source.state_dict().items()}
-    return _build(target_class, config, convert_bert(state, source.config, config), source)
+    return _build(target_class, config, family.convert(state, source.config, config), source)
 
 
 def _load(
@@ -113,11 +97,11 @@ def _load(
         if name in load_kwargs
     }
     config = AutoConfig.from_pretrained(path, **hub)
-    _check_family(config)
+    family = _family(config)
     if task is not None:
-        if task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)} (got {task!r}).")
-        name = TASKS[task]
+        if task not in family.tasks:
+            raise ValueError(f"task must be one of {', '.join(family.tasks)} (got {task!r}).")
+        name = family.tasks[task]
     elif model_class is not None:
         name = model_class if isinstance(model_class, str) else model_class.__name__
     elif config.architectures:
@@ -126,27 +110,27 @@ def _load(
         raise ValueError(
             f"The config of {path} names no class in `architectures`: give task= or model_class=."
         )
-    name = _plain_name(name)
+    name = _plain_name(name, family)
     is_gated = isinstance(config, GatingConfig)
-    source_class = _BERT_CLASSES[name] if is_gated else getattr(transformers, name)
+    source_class = family.gated_class(name) if is_gated else getattr(transformers, name)
     return source_class.from_pretrained(path, **load_kwargs)
 
 
-def _plain_name(name: str) -> str:
+def _plain_name(name: str, family: Family) -> str:
     """`MoaBertForMaskedLM` or `BertForPreTraining` -> `BertForMaskedLM`."""
     plain = name.removeprefix("Moa")
-    plain = _ALIASES.get(plain, plain)
-    if plain not in _BERT_CLASSES:
+    plain = family.aliases.get(plain, plain)
+    if plain not in family.tasks.values():
         raise ValueError(
-            f"There is no gated class for {name!r}; there is one for {', '.join(_BERT_CLASSES)}. "
-            "For a path, choose one with task= or model_class=."
+            f"There is no gated class for {name!r}; there is one for "
+            f"{', '.join(family.tasks.values())}. For a path, choose one with task= or model_class=."
         )
     return plain
 
 
-def _check_family(config: PreTrainedConfig) -> None:
-    if config.model_type not in ("bert", "moa_bert"):
-        raise ValueError(f"upcycle takes models of type 'bert' (got {config.model_type!r}).")
+def _family(config: PreTrainedConfig) -> Family:
+    """The family of a source, which must be a plain one."""
+    family = family_of(config)
     if isinstance(config, GatingConfig) and (
         config.attention_type != "mha" or config.has_cct or config.ffn_type != "dense"
     ):
@@ -155,14 +139,15 @@ def _check_family(config: PreTrainedConfig) -> None:
             f"cct_budgets (got attention_type={config.attention_type!r}, "
             f"ffn_type={config.ffn_type!r}, cct_budgets={config.cct_budgets!r})."
         )
+    return family
 
 
 def _target_config(
     source: PreTrainedConfig, attention_type: str, config_fields: dict[str, Any]
-) -> MoaBertConfig:
-    _check_family(source)
+) -> GatingConfig:
+    family = family_of(source)
     gating = {field.name for field in fields(GatingConfig)}
-    allowed = gating | {"num_attention_heads", "head_dim", "pre_norm"}
+    allowed = gating | set(family.extra_fields)
     unknown = sorted(set(config_fields) - allowed)
     if unknown:
         raise ValueError(
@@ -177,14 +162,17 @@ def _target_config(
             "cct_sublayer_norm must be False in upcycle: the extra LayerNorms would change what the "
             "source computes (got True)."
         )
-    config_fields = {"cct_sublayer_norm": False} | config_fields
-    config = MoaBertConfig(**inherited | {"attention_type": attention_type} | config_fields)
-    if config.pre_norm != inherited.get("pre_norm", False):
+    names = family.config_class.attribute_map
+    chosen = {"attention_type": attention_type, "cct_sublayer_norm": False} | config_fields
+    config = family.config_class(
+        **inherited | {names.get(name, name): value for name, value in chosen.items()}
+    )
+    if getattr(config, "pre_norm", False) != inherited.get("pre_norm", False):
         raise ValueError(
             "pre_norm must stay as the source has it: moving the LayerNorms would change what it "
             f"computes (got {config.pre_norm!r})."
         )
-    head_dim = source.hidden_size // source.num_attention_heads
+    head_dim = getattr(source, "d_kv", None) or source.hidden_size // source.num_attention_heads
     if config.attention_head_dim != head_dim:
         raise ValueError(
             f"head_dim must be the source's, {head_dim}, whose heads the experts start from (got "
@@ -197,7 +185,7 @@ def _target_config(
 
 def _build(
     target_class: type[PreTrainedModel],
-    config: MoaBertConfig,
+    config: GatingConfig,
     state: dict[str, Tensor],
     source: PreTrainedModel,
 ) -> PreTrainedModel:
@@ -231,5 +219,5 @@ def _build(
 
 def _is_gate(name: str) -> bool:
     """Whether a parameter belongs to what the source cannot have: MAE gates, routers, CCT."""
-    parts = name.split(".")
-    return any(part in parts for part in ("gate", "router", "cct", "control", "feed_forward_gate"))
+    parts = ("gate", "router", "cct", "control", "feed_forward_gate")
+    return any(part in parts for part in name.split("."))

