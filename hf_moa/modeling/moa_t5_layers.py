@@ -50,7 +50,7 @@ class MoaT5Attention(GatedAttention):
             is_cross_attention=is_cross_attention,
             gates_are_causal=config.is_decoder,
             layer_idx=layer_idx,
-            norm=partial(T5LayerNorm, eps=config.layer_norm_epsilon),
+            norm=partial(nn.RMSNorm, eps=config.layer_norm_epsilon),
         )
         if self.is_moa:
             experts = {"num_experts": config.attention_experts, "bias": False}
@@ -197,13 +197,12 @@ class MoaT5LayerFF(nn.Module):
 
     def __init__(self, config: MoaT5Config):
         super().__init__()
-        norm = partial(T5LayerNorm, eps=config.layer_norm_epsilon)
         layer = build_feed_forward(
             config,
             hidden_size=config.d_model,
             intermediate_size=config.d_ff,
             activation=config.dense_act_fn,
-            norm=norm,
+            norm=partial(nn.RMSNorm, eps=config.layer_norm_epsilon),
             is_gated=config.is_gated_act,
             bias=False,
             dropout=config.dropout_rate,
@@ -212,7 +211,7 @@ class MoaT5LayerFF(nn.Module):
             dense = MoaT5DenseGatedActDense if config.is_gated_act else MoaT5DenseActDense
             layer = dense(config)
         self.DenseReluDense = layer
-        self.layer_norm = norm(config.d_model)
+        self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(

@@ -7,18 +7,134 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import torch
 
 
-def attend(query, key, value, mask, scale, dead_keys=None):
+@dataclass
+class Weights:
+    """An attention layer's parameters in the papers' terms, whatever its backbone calls them.
+
+    Attributes:
+        query, key, value: `[heads, dh, d]`, a head's (for MoA an expert's) projection each. MoA has
+            one head of keys and values.
+        query_bias, key_bias, value_bias: `[heads, dh]`.
+        output: `[heads, dh, d]`; `output_bias` `[d]`.
+        scaling: factor of the scores.
+        position_table: `[buckets, heads]` of T5, or None.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_bias: torch.Tensor
+    key_bias: torch.Tensor
+    value_bias: torch.Tensor
+    output: torch.Tensor
+    output_bias: torch.Tensor
+    scaling: float
+    position_table: torch.Tensor | None = None
+
+    def position_bias(self, length, num_keys, config):
+        """`[heads, T, S]`, T5's bias of every pair of positions."""
+        if self.position_table is None:
+            return torch.zeros(len(self.query), length, num_keys, dtype=torch.float64)
+        bias = torch.stack(
+            [
+                torch.stack([self.position_table[_bucket(s - t, config)] for s in range(num_keys)])
+                for t in range(length)
+            ]
+        )
+        return bias.permute(2, 0, 1)
+
+
+def _bucket(distance, config):
+    """The bucket of key position minus query position (Raffel et al. 2020), in plain arithmetic."""
+    buckets, furthest = (
+        config.relative_attention_num_buckets,
+        config.relative_attention_max_distance,
+    )
+    offset = 0
+    if config.is_decoder:
+        distance = max(-distance, 0)
+    else:
+        buckets //= 2
+        offset = buckets if distance > 0 else 0
+        distance = abs(distance)
+    exact = buckets // 2
+    if distance < exact:
+        return offset + distance
+    logarithmic = exact + int(
+        math.log(distance / exact) / math.log(furthest / exact) * (buckets - exact)
+    )
+    return offset + min(logarithmic, buckets - 1)
+
+
+def bert_weights(attention):
+    """Of a `MoaBertAttention`."""
+    core, dense = attention.self, attention.output.dense
+    dh = core.head_dim
+
+    def heads(x):
+        return x if x.ndim == 3 else x.unflatten(0, (-1, dh))
+
+    def bias_heads(x):
+        return x if x.ndim == 2 else x.unflatten(0, (-1, dh))
+
+    output = dense.weight if core.is_moa else dense.weight.T.unflatten(0, (-1, dh))
+    return Weights(
+        *(heads(getattr(core, name).weight) for name in ("query", "key", "value")),
+        *(bias_heads(getattr(core, name).bias) for name in ("query", "key", "value")),
+        output,
+        dense.bias,
+        dh**-0.5,
+    )
+
+
+def gpt2_weights(attention):
+    """Of a `MoaGPT2Attention`: its projections are stored transposed, and some in one matrix."""
+    dh, experts = attention.head_dim, attention.is_moa
+    fused = not hasattr(attention, "q_attn")
+    weights = list(attention.c_attn.weight.T.chunk(3 if fused else 2))
+    biases = list(attention.c_attn.bias.chunk(3 if fused else 2))
+    if not fused:
+        query = attention.q_attn
+        weights.insert(0, query.weight.flatten(0, 1) if experts else query.weight.T)
+        biases.insert(0, query.bias.flatten())
+    output = attention.c_proj.weight if experts else attention.c_proj.weight.unflatten(0, (-1, dh))
+    return Weights(
+        *(x.unflatten(0, (-1, dh)) for x in weights),
+        *(x.unflatten(0, (-1, dh)) for x in biases),
+        output,
+        attention.c_proj.bias,
+        attention.scaling,
+    )
+
+
+def t5_weights(attention):
+    """Of a `MoaT5Attention`."""
+    dh = attention.head_dim
+    query, output = attention.q.weight, attention.o.weight
+    if not attention.is_moa:
+        query, output = query.unflatten(0, (-1, dh)), output.T.unflatten(0, (-1, dh))
+    key, value = (x.weight.unflatten(0, (-1, dh)) for x in (attention.k, attention.v))
+    zeros = [x.new_zeros(x.shape[:2]) for x in (query, key, value)]
+    table = None
+    if attention.has_relative_attention_bias:
+        table = attention.relative_attention_bias.weight
+    return Weights(query, key, value, *zeros, output, output.new_zeros(output.shape[-1]), 1.0, table)
+
+
+def attend(query, key, value, mask, scale, bias, dead_keys=None):
     """Softmax attention of one head. `query` `[T, dh]`, `key`, `value` `[S, dh]`, `mask` `[T, S]`
-    bool. Keys of `dead_keys` `[S]` (CCT's skipped ones) have logit 0 and value 0."""
+    bool, `bias` `[T, S]`. Keys of `dead_keys` `[S]` (CCT's skipped ones) have score 0 beside their
+    bias, and value 0."""
     logits = query @ key.T * scale
     if dead_keys is not None:
         logits = torch.where(dead_keys, torch.zeros_like(logits), logits)
         value = torch.where(dead_keys[:, None], torch.zeros_like(value), value)
-    weights = torch.exp(logits) * mask
+    weights = torch.exp(logits + bias) * mask
     return (weights / weights.sum(dim=-1, keepdim=True)) @ value
 
 
@@ -64,26 +180,24 @@ def mae_gate(x, padding_mask, gate, causal, window):
     return dict(zip(pooled, weights, strict=True))
 
 
-def mae_attention(attention, x, padding_mask, source=None, source_mask=None):
-    """Z = sum_S g_S f_S(X), the sum over experts written out, of a `MoaBertAttention` before its
-    residual."""
-    self_, mixture = attention.self, attention.self.mixture
-    h, dh, t = mixture.num_heads, mixture.head_dim, mixture.num_dropped
+def mae_attention(core, weights, x, padding_mask, source=None, source_mask=None):
+    """Z = sum_S g_S f_S(X), the sum over experts written out, of a `GatedAttention`."""
+    mixture, w = core.mixture, weights
+    h, t = mixture.num_heads, mixture.num_dropped
     y = x if source is None else source
     key_mask = padding_mask if source is None else source_mask
+    bias = w.position_bias(x.shape[1], y.shape[1], core.config)
     experts = list(itertools.combinations(range(h), t))
     gates = mae_gate(x, padding_mask, mixture.gate, mixture.is_causal, mixture.window)
     output = torch.zeros_like(x)
     for b in range(x.shape[0]):
-        q = x[b] @ self_.query.weight.T + self_.query.bias
-        k = y[b] @ self_.key.weight.T + self_.key.bias
-        v = y[b] @ self_.value.weight.T + self_.value.bias
-        seen = visibility(len(x[b]), len(y[b]), key_mask[b], self_.is_causal)
+        seen = visibility(len(x[b]), len(y[b]), key_mask[b], core.is_causal)
         heads = []
         for j in range(h):
-            part = slice(j * dh, (j + 1) * dh)
-            context = attend(q[:, part], k[:, part], v[:, part], seen, dh**-0.5)
-            heads.append(context @ attention.output.dense.weight[:, part].T)
+            q = x[b] @ w.query[j].T + w.query_bias[j]
+            k = y[b] @ w.key[j].T + w.key_bias[j]
+            v = y[b] @ w.value[j].T + w.value_bias[j]
+            heads.append(attend(q, k, v, seen, w.scaling, bias[j]) @ w.output[j])
         for position in range(x.shape[1]):
             g = gates.get((b, position)) if mixture.is_causal else gates[b]
             if g is None:  # padding: no gate is defined there
@@ -92,29 +206,30 @@ def mae_attention(attention, x, padding_mask, source=None, source_mask=None):
             for s, dropped in enumerate(experts):
                 kept = [heads[j][position] for j in range(h) if j not in dropped]
                 total = total + g[s] * h / (h - t) * torch.stack(kept).sum(dim=0)
-            output[b, position] = total + attention.output.dense.bias
+            output[b, position] = total + w.output_bias
     return output
 
 
-def moa_attention(attention, x, padding_mask):
-    """Zhang et al. 2022: a loop over tokens and experts, of a `MoaBertAttention`."""
-    self_, router = attention.self, attention.self.mixture.router
-    k_active, dh = router.num_selected, self_.head_dim
+def moa_attention(core, weights, x, padding_mask):
+    """Zhang et al. 2022: a loop over tokens and experts, of a `GatedAttention`."""
+    router, w = core.mixture.router, weights
+    bias = w.position_bias(x.shape[1], x.shape[1], core.config)
     rows = []
     for b in range(x.shape[0]):
-        key = x[b] @ self_.key.weight.T + self_.key.bias
-        value = x[b] @ self_.value.weight.T + self_.value.bias
-        seen = visibility(len(x[b]), len(x[b]), padding_mask[b], self_.is_causal)
+        key = x[b] @ w.key[0].T + w.key_bias[0]
+        value = x[b] @ w.value[0].T + w.value_bias[0]
+        seen = visibility(len(x[b]), len(x[b]), padding_mask[b], core.is_causal)
         for t in range(x.shape[1]):
             logits = router.gate.weight @ x[b, t]
             p = torch.exp(logits) / torch.exp(logits).sum()
-            chosen = sorted(range(len(p)), key=lambda i: -p[i].item())[:k_active]
+            chosen = sorted(range(len(p)), key=lambda i: -p[i].item())[: router.num_selected]
             normalizer = sum(p[i] for i in chosen).detach()
-            y = attention.output.dense.bias
+            y = w.output_bias
             for i in chosen:
-                q = self_.query.weight[i] @ x[b, t] + self_.query.bias[i]
-                context = attend(q[None], key, value, seen[t : t + 1], dh**-0.5)[0]
-                y = y + p[i] / normalizer * (context @ attention.output.dense.weight[i])
+                q = (w.query[i] @ x[b, t] + w.query_bias[i])[None]
+                own = bias[i, t : t + 1]
+                context = attend(q, key, value, seen[t : t + 1], w.scaling, own)[0]
+                y = y + p[i] / normalizer * (context @ w.output[i])
             rows.append(y)
     return torch.stack(rows).view(x.shape)
 
@@ -122,6 +237,8 @@ def moa_attention(attention, x, padding_mask):
 def layer_norm(x, norm):
     if isinstance(norm, torch.nn.Identity):
         return x
+    if isinstance(norm, torch.nn.RMSNorm):
+        return x / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + norm.eps) * norm.weight
     mean = x.mean(dim=-1, keepdim=True)
     var = ((x - mean) ** 2).mean(dim=-1, keepdim=True)
     return (x - mean) / torch.sqrt(var + norm.eps) * norm.weight + norm.bias
@@ -134,15 +251,15 @@ def control(network, x):
     return g if network.training else (g >= 0.5).to(x.dtype)
 
 
-def cct_attention(attention, x, padding_mask, source=None, source_mask=None):
-    """Bapna et al. 2020, of a `MoaBertAttention` with plain heads, before its residual.
+def cct_attention(core, weights, x, padding_mask, source=None, source_mask=None):
+    """Bapna et al. 2020, of a `GatedAttention` with plain heads.
 
     In eval the keys that are gated off are left out of the scores altogether and their exp(0) terms
-    are put into the denominator by hand."""
-    self_, cct = attention.self, attention.self.cct
-    h, dh = self_.mixture.num_heads, self_.head_dim
+    (or exp(bias), with T5's position bias) are put into the denominator by hand."""
+    cct, w = core.cct, weights
     y = x if source is None else source
     key_mask = padding_mask if source is None else source_mask
+    bias = w.position_bias(x.shape[1], y.shape[1], core.config)
     output = []
     for b in range(x.shape[0]):
         gates = control(cct.control, x[b])
@@ -150,22 +267,27 @@ def cct_attention(attention, x, padding_mask, source=None, source_mask=None):
             g_kv, g_q = gates[:, 0], gates[:, 1]
         else:
             g_kv, g_q = control(cct.source_control, y[b])[:, 0], gates[:, 0]
-        q = x[b] @ self_.query.weight.T + self_.query.bias
-        k = layer_norm(y[b] @ self_.key.weight.T + self_.key.bias, cct.key_norm)
-        v = layer_norm(y[b] @ self_.value.weight.T + self_.value.bias, cct.value_norm)
-        seen = visibility(len(x[b]), len(y[b]), key_mask[b], self_.is_causal)
+        q, k, v = (
+            torch.einsum("td,hed->the", rows, matrix) + offset
+            for rows, matrix, offset in (
+                (x[b], w.query, w.query_bias),
+                (y[b], w.key, w.key_bias),
+                (y[b], w.value, w.value_bias),
+            )
+        )
+        k = layer_norm(k.flatten(1), cct.key_norm).view(k.shape)
+        v = layer_norm(v.flatten(1), cct.value_norm).view(v.shape)
+        seen = visibility(len(x[b]), len(y[b]), key_mask[b], core.is_causal)
         dead = None
         if cct.training:
-            k, v = g_kv[:, None] * k, g_kv[:, None] * v
+            k, v = g_kv[:, None, None] * k, g_kv[:, None, None] * v
         else:
             dead = g_kv == 0
-        contexts = []
-        for j in range(h):
-            part = slice(j * dh, (j + 1) * dh)
-            contexts.append(attend(q[:, part], k[:, part], v[:, part], seen, dh**-0.5, dead))
+        contexts = [
+            attend(q[:, j], k[:, j], v[:, j], seen, w.scaling, bias[j], dead) for j in range(q.shape[1])
+        ]
         context = layer_norm(torch.cat(contexts, dim=-1), cct.context_norm)
-        dense = attention.output.dense
-        output.append((g_q[:, None] * context) @ dense.weight.T + dense.bias)
+        output.append((g_q[:, None] * context) @ w.output.flatten(0, 1) + w.output_bias)
     return torch.stack(output)
 
 

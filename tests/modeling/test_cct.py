@@ -9,8 +9,8 @@ from common import (
     randomize,
     tiny_config,
 )
+from layers import attention_layer, each_backbone
 from references import cct_attention, control, layer_norm
-from test_mae import run
 
 from hf_moa import MoaBertForMultipleChoice, MoaBertForSequenceClassification, MoaBertModel
 from hf_moa.modeling.budgets import BudgetControl
@@ -35,36 +35,40 @@ def cct_config(*, causal=False, sublayer_norm=True, **fields):
     return config
 
 
-def cct_layer(*, cross=False, **kwargs):
-    config = cct_config(add_cross_attention=cross, **kwargs)
-    layer = MoaBertAttention(config, layer_idx=0, is_cross_attention=cross)
-    return randomize(layer.double(), seed=2)
+def cct_layer(backbone="bert", *, cross=False, sublayer_norm=True, **fields):
+    return attention_layer(
+        backbone,
+        cross=cross,
+        cct_budgets=[1, 0.5],
+        cct_sublayer_norm=sublayer_norm,
+        cct_gate_hidden_size=16,
+        **fields,
+    )
 
 
 @pytest.mark.parametrize("sublayer_norm", [True, False], ids=["norms", "plain"])
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_attention_equals_the_paper(training, causal, sublayer_norm):
-    layer = cct_layer(causal=causal, sublayer_norm=sublayer_norm).train(training)
+@each_backbone
+def test_attention_equals_the_paper(backbone, training, sublayer_norm):
+    layer = cct_layer(backbone, sublayer_norm=sublayer_norm).train(training)
     x, mask = hidden()
-    actual, record = run(layer, x, mask, causal=causal)
-    expected = cct_attention(layer, x, mask)
-    inputs = [x, *layer.self.parameters(), *layer.output.dense.parameters()]
-    assert_same_with_gradients(actual[mask], expected[mask], inputs)
+    actual, record = layer(x, mask)
+    expected = cct_attention(layer.core, layer.weights, x, mask)
+    assert_same_with_gradients(actual[mask], expected[mask], [x, *layer.parameters()])
     if not training:  # the case is worth something only where some gates are open and some closed
         for gate in (record["kv_gate"], record["query_gate"]):
             assert 0 < gate[mask].mean() < 1
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_cross_attention_equals_the_paper(training):
-    layer = cct_layer(causal=True, cross=True).train(training)
+@pytest.mark.parametrize("backbone", ["bert-decoder", "gpt2", "t5-decoder"])
+def test_cross_attention_equals_the_paper(backbone, training):
+    layer = cct_layer(backbone, cross=True).train(training)
     x, mask = hidden()
-    source, source_mask = hidden(length=9, seed=4)
-    actual, record = run(layer, x, mask, causal=True, source=source, source_mask=source_mask)
-    expected = cct_attention(layer, x, mask, source, source_mask)
-    inputs = [x, source, *layer.self.parameters(), *layer.output.dense.parameters()]
-    assert_same_with_gradients(actual[mask], expected[mask], inputs)
+    source, source_mask = hidden(length=5, seed=3)
+    actual, record = layer(x, mask, source, source_mask)
+    expected = cct_attention(layer.core, layer.weights, x, mask, source, source_mask)
+    assert_same_with_gradients(actual[mask], expected[mask], [x, source, *layer.parameters()])
     if not training:
         assert 0 < record["kv_gate"][source_mask].mean() < 1
 
@@ -108,16 +112,12 @@ def test_plain_feed_forward_gates_slices_of_the_dense_layer(training):
 
 def test_moa_and_mae_are_gated_too():
     for attention_type in ("moa", "mae"):
-        layer = cct_layer(attention_type=attention_type).eval()
+        layer = cct_layer(attention_type=attention_type, seed=5).eval()
         x, mask = hidden()
-        _, record = run(layer, x, mask, causal=False)
-        dense = layer.output.dense
-        result = layer.self(x, None, padding_mask=None)
+        update, record = layer(x, mask)
         closed = record["query_gate"] == 0
-        assert closed.any()
-        assert torch.all(result.context[result.record["query_gate"] == 0] == 0)
-        update = layer.self.mixture.output(dense, result.context, result.mix)
-        skipped = update[result.record["query_gate"] == 0]
+        assert 0 < closed[mask].double().mean() < 1
+        dense, skipped = layer.module.output.dense, update[closed]
         torch.testing.assert_close(skipped, dense.bias.expand_as(skipped), atol=1e-12, rtol=0)
 
 

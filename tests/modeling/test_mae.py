@@ -7,88 +7,66 @@ import math
 import pytest
 import torch
 from common import assert_same_with_gradients, batch, hidden, randomize, tiny_config
+from layers import attention_layer, each_backbone
 from peft import LoraConfig, PeftModel, get_peft_model
 from references import batch_norm, mae_attention, mae_gate
 
 from hf_moa import MoaBertForSequenceClassification, MoaBertModel
 from hf_moa.modeling.mae import dropped_heads, head_weights, windowed_mean
-from hf_moa.modeling.moa_bert_layers import MoaBertAttention
 
 
-def mae_layer(*, causal=False, cross=False, **fields):
-    fields = {"attention_type": "mae", "mae_gate_dropout": 0.0, "is_decoder": causal} | fields
-    config = tiny_config(attn_implementation="eager", **fields)
-    config.attention_probs_dropout_prob = config.hidden_dropout_prob = 0.0
-    return randomize(MoaBertAttention(config, layer_idx=0, is_cross_attention=cross).double())
-
-
-def additive(mask):
-    """`[B, T, S]` bool -> `[B, 1, T, S]` float mask."""
-    zeros = torch.zeros(mask.shape, dtype=torch.float64)
-    return zeros.masked_fill(~mask, torch.finfo(torch.float64).min).unsqueeze(1)
-
-
-def run(layer, x, mask, causal, source=None, source_mask=None):
-    keys = mask if source is None else source_mask
-    seen = keys[:, None, :].expand(-1, x.shape[1], -1)
-    if causal and source is None:
-        seen = seen & torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-    result = layer.self(
-        x,
-        additive(seen),
-        encoder_hidden_states=source,
-        padding_mask=mask,
-        encoder_padding_mask=source_mask,
-    )
-    return layer.self.mixture.output(layer.output.dense, result.context, result.mix), result.record
+def mae_layer(backbone="bert", **fields):
+    return attention_layer(backbone, attention_type="mae", **fields)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dropped", [1, 2, 3])
-def test_mixture_equals_the_sum_over_experts(dropped, training):
-    layer = mae_layer(mae_num_dropped_heads=dropped).train(training)
+@each_backbone
+def test_mixture_equals_the_sum_over_experts(backbone, dropped, training):
+    layer = mae_layer(backbone, mae_num_dropped_heads=dropped).train(training)
     x, mask = hidden()
-    actual, _ = run(layer, x, mask, causal=False)
-    expected = mae_attention(layer, x, mask)
-    inputs = [x, *layer.self.parameters(), *layer.output.dense.parameters()]
-    assert_same_with_gradients(actual[mask], expected[mask], inputs)
+    actual, _ = layer(x, mask)
+    expected = mae_attention(layer.core, layer.weights, x, mask)
+    assert_same_with_gradients(actual[mask], expected[mask], [x, *layer.parameters()])
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("window", [1, 3, 7, 100, None])
-def test_causal_mixture_equals_the_sum_over_experts(window, training):
-    layer = mae_layer(causal=True, mae_gate_window=window).train(training)
+@pytest.mark.parametrize("window", [1, 3, 7, None])
+@pytest.mark.parametrize("backbone", ["bert-decoder", "gpt2", "t5-decoder"])
+def test_causal_mixture_equals_the_sum_over_experts(backbone, window, training):
+    layer = mae_layer(backbone, mae_gate_window=window).train(training)
     x, mask = hidden()
-    actual, _ = run(layer, x, mask, causal=True)
-    expected = mae_attention(layer, x, mask)
-    inputs = [x, *layer.self.parameters(), *layer.output.dense.parameters()]
-    assert_same_with_gradients(actual[mask], expected[mask], inputs)
+    actual, _ = layer(x, mask)
+    expected = mae_attention(layer.core, layer.weights, x, mask)
+    assert_same_with_gradients(actual[mask], expected[mask], [x, *layer.parameters()])
 
 
-def test_cross_attention_is_gated_on_the_decoder_side():
-    layer = mae_layer(causal=True, cross=True, add_cross_attention=True, mae_gate_window=2).eval()
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("backbone", ["bert-decoder", "gpt2", "t5-decoder"])
+def test_cross_attention_is_gated_on_the_decoder_side(backbone, training):
+    layer = mae_layer(backbone, cross=True, mae_gate_window=2).train(training)
     x, mask = hidden()
     source, source_mask = hidden(length=5, seed=3)
-    actual, _ = run(layer, x, mask, causal=True, source=source, source_mask=source_mask)
-    expected = mae_attention(layer, x, mask, source, source_mask)
-    assert_same_with_gradients(actual[mask], expected[mask], [x, source, *layer.self.parameters()])
+    actual, _ = layer(x, mask, source, source_mask)
+    expected = mae_attention(layer.core, layer.weights, x, mask, source, source_mask)
+    assert_same_with_gradients(actual[mask], expected[mask], [x, source, *layer.parameters()])
 
 
 def test_left_padding_leaves_the_window_alone():
-    layer = mae_layer(causal=True, mae_gate_window=3).eval()
+    layer = mae_layer("bert-decoder", mae_gate_window=3).eval()
     x, _ = hidden(batch_size=2)
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[1, :3] = False
-    actual, _ = run(layer, x, mask, causal=True)
-    alone, _ = run(layer, x[1:, 3:], mask[1:, 3:], causal=True)
+    actual, _ = layer(x, mask)
+    alone, _ = layer(x[1:, 3:], mask[1:, 3:])
     torch.testing.assert_close(actual[1, 3:], alone[0], atol=1e-12, rtol=0)
 
 
 def test_recorded_expert_weights_are_the_gate():
     layer = mae_layer(mae_num_dropped_heads=2).eval()
     x, mask = hidden()
-    _, record = run(layer, x, mask, causal=False)
-    expected = mae_gate(x, mask, layer.self.mixture.gate, False, None)
+    _, record = layer(x, mask)
+    expected = mae_gate(x, mask, layer.core.mixture.gate, False, None)
     torch.testing.assert_close(record["expert_weights"], torch.stack(list(expected.values())))
 
 
@@ -218,14 +196,14 @@ def test_mixture_phase_trains_everything():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_expert_phase_draws_experts_with_the_gates_probabilities(causal):
-    layer = mae_layer(causal=causal, mae_num_dropped_heads=1).train()
-    layer.self.mixture.phase = "expert"
+    layer = mae_layer("bert-decoder" if causal else "bert").train()
+    layer.core.mixture.phase = "expert"
     x, mask = hidden(batch_size=1, length=3)
     weights, drawn = None, torch.zeros(4, dtype=torch.float64)
     torch.manual_seed(0)
     draws = 4000
     for _ in range(draws):
-        heads, record = layer.self.mixture.route(x, mask)
+        heads, record = layer.core.mixture.route(x, mask)
         position = heads[0, -1]
         # one expert: its dropped head has weight 0, the others h / (h - 1)
         assert sorted(position.tolist()) == pytest.approx([0, 4 / 3, 4 / 3, 4 / 3])
@@ -247,8 +225,8 @@ def test_eval_is_always_the_mixture():
 def test_argmax_selection_uses_one_expert_per_layer():
     layer = mae_layer(mae_num_dropped_heads=2).eval()
     x, mask = hidden()
-    layer.self.mixture.selection = "argmax"
-    heads, record = layer.self.mixture.route(x, mask)
+    layer.core.mixture.selection = "argmax"
+    heads, record = layer.core.mixture.route(x, mask)
     experts = list(itertools.combinations(range(4), 2))
     for b, g in enumerate(record["expert_weights"]):
         expected = [0.0 if j in experts[g.argmax()] else 2.0 for j in range(4)]
@@ -257,10 +235,10 @@ def test_argmax_selection_uses_one_expert_per_layer():
 
 def test_random_selection_draws_every_expert_alike():
     layer = mae_layer().eval()
-    layer.self.mixture.selection = "random"
+    layer.core.mixture.selection = "random"
     x, mask = hidden(batch_size=1)
     torch.manual_seed(0)
-    dropped = [int(layer.self.mixture.route(x, mask[:1])[0].argmin()) for _ in range(2000)]
+    dropped = [int(layer.core.mixture.route(x, mask[:1])[0].argmin()) for _ in range(2000)]
     counts = torch.bincount(torch.tensor(dropped), minlength=4) / 2000
     assert torch.all((counts - 0.25).abs() < 0.05)
 
@@ -285,12 +263,13 @@ def norms(model):
 
 def test_batch_of_one_uses_and_keeps_the_running_statistics():
     layer = mae_layer().train()
-    norm = layer.self.mixture.gate.norm
+    norm = layer.core.mixture.gate.norm
     before = norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.clone()
     x, _ = hidden(batch_size=1)
     mask = torch.ones(1, 7, dtype=torch.bool)
-    actual, _ = run(layer, x, mask, causal=False)
-    torch.testing.assert_close(actual, mae_attention(layer, x, mask), atol=1e-10, rtol=0)
+    actual, _ = layer(x, mask)
+    expected = mae_attention(layer.core, layer.weights, x, mask)
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
     after = norm.running_mean, norm.running_var, norm.num_batches_tracked
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one, other)
@@ -298,7 +277,7 @@ def test_batch_of_one_uses_and_keeps_the_running_statistics():
 
 def test_running_statistics_follow_torch_batch_norm():
     layer = mae_layer().train()
-    norm = layer.self.mixture.gate.norm
+    norm = layer.core.mixture.gate.norm
     reference = torch.nn.BatchNorm1d(32).double()
     reference.load_state_dict(norm.state_dict())
     rows = torch.randn(6, 32, dtype=torch.float64)

@@ -3,54 +3,46 @@
 import pytest
 import torch
 from common import assert_same_with_gradients, hidden, randomize, tiny_config
+from layers import attention_layer, each_backbone
 from references import moa_attention
-from test_mae import run
 
 from hf_moa import MoaBertModel
 from hf_moa.modeling.expert_linear import ExpertInput, ExpertOutput
-from hf_moa.modeling.moa_bert_layers import MoaBertAttention
 
 
-def moa_layer(*, heads=2, experts=5, head_dim=12, causal=False, **fields):
-    config = tiny_config(
-        attn_implementation="eager",
+def moa_layer(backbone="bert", *, heads=2, experts=5, head_dim=12, **fields):
+    return attention_layer(
+        backbone,
         attention_type="moa",
         num_attention_heads=heads,
         num_attention_experts=experts,
         head_dim=head_dim,
-        is_decoder=causal,
         **fields,
     )
-    config.attention_probs_dropout_prob = config.hidden_dropout_prob = 0.0
-    return randomize(MoaBertAttention(config, layer_idx=0).double())
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize(
     ("heads", "experts", "head_dim"),
     [(1, 1, 32), (1, 4, 5), (2, 5, 12), (4, 4, 8), (3, 16, 7)],
     ids=lambda value: str(value),
 )
-def test_equals_the_loop_over_tokens_and_experts(heads, experts, head_dim, causal):
-    layer = moa_layer(heads=heads, experts=experts, head_dim=head_dim, causal=causal)
+@each_backbone
+def test_equals_the_loop_over_tokens_and_experts(backbone, heads, experts, head_dim):
+    layer = moa_layer(backbone, heads=heads, experts=experts, head_dim=head_dim)
     x, mask = hidden()
-    actual, _ = run(layer, x, mask, causal=causal)
-    expected = moa_attention(layer, x, mask)
-    inputs = [x, *layer.self.parameters(), *layer.output.dense.parameters()]
-    assert_same_with_gradients(actual[mask], expected[mask], inputs)
+    actual, _ = layer(x, mask)
+    expected = moa_attention(layer.core, layer.weights, x, mask)
+    assert_same_with_gradients(actual[mask], expected[mask], [x, *layer.parameters()])
 
 
 def test_noisy_router_replaces_the_logits():
     layer = moa_layer(router_type="noisy_topk").eval()
     plain = moa_layer().eval()
-    plain.load_state_dict(layer.state_dict(), strict=False)
+    plain.module.load_state_dict(layer.module.state_dict(), strict=False)
     x, mask = hidden()
-    torch.testing.assert_close(
-        run(layer, x, mask, causal=False)[0], run(plain, x, mask, causal=False)[0]
-    )
+    torch.testing.assert_close(layer(x, mask)[0], plain(x, mask)[0])
     layer.train()
-    torch.manual_seed(0)
-    assert not torch.allclose(run(layer, x, mask, causal=False)[0], run(plain, x, mask, causal=False)[0])
+    assert not torch.allclose(layer(x, mask)[0], plain(x, mask)[0])
 
 
 def test_expert_input_is_the_chosen_experts_linear():
