@@ -128,6 +128,10 @@ class GatingConfig:
         kwargs.pop("model_type", None)
         super().__post_init__(**kwargs)
         self.validate_gating()
+        try:
+            self.validate()  # the backbone's own rules
+        except StrictDataclassError as error:
+            raise ValueError(f"{type(self).__name__}: {error}") from error
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any

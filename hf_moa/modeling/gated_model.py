@@ -232,7 +232,7 @@ class GatedModel:
             share: what part of the accumulated batch this call is, where the task's loss is
                 weighted so.
         """
-        aux_loss = outputs.get("aux_loss")
+        aux_loss = outputs.get("aux_loss")  # absent in inference
         if loss is None or aux_loss is None or not self.training:
             return loss
         return loss + aux_loss * share

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.modeling_outputs import (
     BaseModelOutputWithPastAndCrossAttentions,
@@ -29,12 +31,29 @@ from .configuration_gating import GATING_OUTPUT_FIELDS
 
 
 @dataclass
-class GatingOutput(ModelOutput):
+class _WithAuxLoss(ModelOutput):
+    """An output whose auxiliary losses belong to the batch, where all else has rows.
+
+    In pure inference (no gradients, no labels) they are attributes and no entries: transformers'
+    pipelines split every entry of an output into rows, and beam search repeats each.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not torch.is_grad_enabled() and getattr(self, "loss", None) is None:
+            for name in ("aux_loss", "aux_losses"):
+                if name in self:
+                    OrderedDict.__delitem__(self, name)
+
+
+@dataclass
+class GatingOutput(_WithAuxLoss):
     """The fields that gates add to an output. Each is None where it does not apply.
 
     Attributes:
         aux_loss: scalar, the weighted sum of the auxiliary terms over all layers. In training mode
-            `loss` includes it; in eval `loss` is the task's alone.
+            `loss` includes it; in eval `loss` is the task's alone. Without gradients and labels it is
+            an attribute but no entry of the output.
         aux_losses: the unweighted terms by name, each a scalar without gradient, for logging.
         compute_fraction: `[B]`, share of the gated computation that CCT carried out in this call.
         compute_cost: `[B, 2]`, that computation in multiply-accumulates: carried out, and with all
@@ -59,7 +78,7 @@ class GatingOutput(ModelOutput):
 
 
 @dataclass
-class GatingSeq2SeqOutput(ModelOutput):
+class GatingSeq2SeqOutput(_WithAuxLoss):
     """The same for encoder-decoder models.
 
     Attributes:
@@ -91,7 +110,8 @@ class GatingSeq2SeqOutput(ModelOutput):
 
 def gating_fields(outputs: ModelOutput) -> dict[str, Any]:
     """The gates' fields of a base model's output, for the output of its head."""
-    return {name: outputs[name] for name in GATING_OUTPUT_FIELDS if outputs.get(name) is not None}
+    found = {name: getattr(outputs, name, None) for name in GATING_OUTPUT_FIELDS}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def collect_gating(
@@ -149,33 +169,31 @@ def collect_gating(
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def merge_gating(encoder: ModelOutput | None, decoder: ModelOutput) -> dict[str, Any]:
-    """The fields of `GatingSeq2SeqOutput` from the two halves' `GatingOutput`s.
+def merge_gating(encoder: ModelOutput, decoder: ModelOutput) -> dict[str, Any]:
+    """The fields of `GatingSeq2SeqOutput` from the two halves' outputs.
 
     Args:
-        encoder: output of the encoder; None where this call did not run it.
-        decoder: output of the decoder.
+        encoder: of the encoder, perhaps of an earlier call; one that knows no gates adds nothing.
+        decoder: of the decoder.
     """
-    halves = {"decoder": decoder}
-    if encoder is not None:
-        halves = {"encoder": encoder, "decoder": decoder}
+    halves = {"encoder": encoder, "decoder": decoder}
     fields: dict[str, Any] = {
-        f"{half}_{name}": outputs[name]
+        f"{half}_{name}": getattr(outputs, name, None)
         for half, outputs in halves.items()
         for name in ("compute_fraction", "router_logits", "expert_weights", "cct_gates")
-        if outputs.get(name) is not None
     }
     for name in ("cross_router_logits", "cross_expert_weights"):
         fields[name] = decoder.get(name)
     for name in ("aux_loss", "compute_cost"):
-        found = [outputs[name] for outputs in halves.values() if outputs.get(name) is not None]
+        found = [getattr(outputs, name, None) for outputs in halves.values()]
+        found = [tensor for tensor in found if tensor is not None]
         fields[name] = _total(found) if found else None
     if fields["compute_cost"] is not None:
         fields["compute_fraction"] = compute_fraction(fields["compute_cost"])
     fields["aux_losses"] = {
         f"{half}_{name}": loss
         for half, outputs in halves.items()
-        for name, loss in (outputs.get("aux_losses") or {}).items()
+        for name, loss in (getattr(outputs, "aux_losses", None) or {}).items()
     } or None
     return {name: value for name, value in fields.items() if value is not None}
 

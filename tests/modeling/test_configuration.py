@@ -1,20 +1,24 @@
-"""`MoaBertConfig`: defaults, rules, and errors that name the field, the rule and the value."""
+"""The configurations: defaults, rules, and errors that name the field, the rule and the value."""
 
 import pytest
 import torch
 from common import TINY, tiny_config
-from transformers import AutoConfig, BertConfig
+from families import BERT, GPT2, T5
+from transformers import AutoConfig
 
 from hf_moa import MoaBertConfig, MoaBertModel
 
+each_family = pytest.mark.parametrize("family", [BERT, GPT2, T5], ids=lambda family: family.name)
 
-def test_defaults_are_plain_bert():
-    config = MoaBertConfig()
-    for name, value in BertConfig().to_dict().items():
+
+@each_family
+def test_defaults_are_the_backbones(family):
+    config = family.config_class()
+    for name, value in family.plain_config_class().to_dict().items():
         if name not in ("model_type", "transformers_version"):
             assert getattr(config, name) == value, name
     assert (config.attention_type, config.ffn_type, config.cct_budgets) == ("mha", "dense", None)
-    assert config.model_type == "moa_bert"
+    assert config.model_type == f"moa_{family.name}"
 
 
 def test_paper_names():
@@ -94,13 +98,68 @@ def test_bad_value_set_later_is_an_error_when_a_model_is_built(fields, name, val
             MoaBertModel(config)
 
 
-def test_config_of_a_bert_directory_is_a_gated_one(tmp_path):
-    BertConfig(**TINY).save_pretrained(tmp_path)
-    config = MoaBertConfig.from_pretrained(tmp_path, attention_type="mae")
-    assert config.model_type == "moa_bert"
+@each_family
+def test_config_of_a_plain_directory_is_a_gated_one(family, tmp_path):
+    family.plain_config_class(**family.tiny).save_pretrained(tmp_path)
+    config = family.config_class.from_pretrained(tmp_path, attention_type="mae")
+    assert config.model_type == f"moa_{family.name}"
     assert config.hidden_size == 32
     config.save_pretrained(tmp_path)
-    assert type(AutoConfig.from_pretrained(tmp_path)) is MoaBertConfig
+    assert type(AutoConfig.from_pretrained(tmp_path)) is family.config_class
+
+
+# A gating field of each kind; all are written once, so that one family shows the rest.
+SHARED_BAD = [
+    ({"attention_type": "gqa"}, "attention_type", "gqa"),
+    ({"attention_type": "mae", "mae_num_dropped_heads": 4}, "mae_num_dropped_heads", "4"),
+    ({"attention_type": "moa", "num_attention_experts": 3}, "num_attention_experts", "3"),
+    ({"cct_budgets": [1], "cct_num_ffn_splits": 5}, "cct_num_ffn_splits", "5"),
+    ({"cct_budgets": []}, "cct_budgets", "[]"),
+    ({"cct_budgets": [1.5]}, "cct_budgets", "1.5"),
+    ({"router_load_loss_coef": 0.1}, "router_load_loss_coef", "0.1"),
+]
+FAMILY_BAD = [
+    (GPT2, {"n_embd": "32"}, "n_embd", "32"),
+    (GPT2, {"head_dim": 16}, "head_dim", "16"),
+    (GPT2, {"n_head": 5}, "num_attention_heads", "5"),
+    (GPT2, {"cct_budgets": [[1, 1]]}, "cct_budgets", "[1, 1]"),
+    (T5, {"d_model": "32"}, "d_model", "32"),
+    (T5, {"cct_budgets": [[1, 1], 0.5]}, "cct_budgets", "0.5"),
+    (T5, {"cct_budgets": [1, [1, 0.5]]}, "cct_budgets", "[1, 0.5]"),
+    (T5, {"cct_budgets": [[1, 1, 1]]}, "cct_budgets", "[1, 1, 1]"),
+    (T5, {"cct_budgets": [[1, 0]]}, "cct_budgets", "[1, 0]"),
+    (T5, {"cct_budgets": 0.5}, "cct_budgets", "0.5"),
+    (T5, {"feed_forward_proj": "gelu-gated-x"}, "feed_forward_proj", "gelu-gated-x"),
+]
+ALL_BAD = [(family, *row) for family in (GPT2, T5) for row in SHARED_BAD] + FAMILY_BAD
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "name", "value"), ALL_BAD, ids=[f"{row[0].name}-{row[1]}" for row in ALL_BAD]
+)
+def test_bad_value_of_any_family_is_an_error_that_names_it(family, fields, name, value):
+    with pytest.raises(ValueError, match=name) as error:
+        family.config(**fields)
+    assert value in str(error.value)
+
+
+def test_budgets_of_t5():
+    numbers = T5.config(cct_budgets=[1, 0.5])
+    assert set(numbers.budget_pairs) == {(1, 1), (1, 0.5), (0.5, 1), (0.5, 0.5)}
+    pairs = T5.config(cct_budgets=[(1, 1), (1, 1), (0.5, 0.25)])
+    assert pairs.cct_budgets == [[1, 1], [1, 1], [0.5, 0.25]]
+    assert pairs.stack_budgets == [1, 1, 0.5]
+    pairs.is_decoder = True
+    assert pairs.stack_budgets == [1, 1, 0.25]
+    assert T5.config(cct_budgets=[[1, 0.2], [0.9, 0.9]]).default_stack_budget == 0.9
+
+
+def test_names_of_t5_and_gpt2_are_understood():
+    config = T5.config(attention_type="moa", head_dim=12, num_attention_heads=2)
+    assert (config.d_kv, config.num_heads, config.attention_head_dim) == (12, 2, 12)
+    config = GPT2.config(num_attention_heads=2)
+    assert (config.n_head, config.attention_head_dim, config.ffn_size) == (2, 16, 48)
+    assert GPT2.config(n_inner=None).ffn_size == 128
 
 
 def test_cross_attention_needs_a_decoder():

@@ -1,0 +1,116 @@
+"""Checkpoints carry their code: they load with `trust_remote_code=True` without hf_moa installed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from families import CASE, CASES, LANGUAGE_MODELS, each_class, main_output
+
+_WITHOUT_THE_PACKAGE = """
+import sys
+
+sys.modules["hf_moa"] = None  # an import of it fails, as if it were not installed
+import torch
+import transformers
+
+folder, names = sys.argv[1], sys.argv[2:]
+inputs, expected, name = torch.load(f"{folder}/expected.pt")
+
+
+def check(path):
+    model = getattr(transformers, name).from_pretrained(path, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    output = model(**inputs)
+    logits = output["logits"] if "logits" in output else output[0]
+    assert torch.equal(logits, expected)
+    return model
+
+
+model = check(f"{folder}/checkpoint")
+for auto_name in names:  # any class of the family, saved again
+    other = getattr(transformers, auto_name).from_pretrained(
+        f"{folder}/checkpoint", trust_remote_code=True
+    )
+    other.save_pretrained(f"{folder}/{auto_name}")
+    again = getattr(transformers, auto_name).from_pretrained(
+        f"{folder}/{auto_name}", trust_remote_code=True
+    )
+    assert type(again).__name__ == type(other).__name__
+    print(auto_name, type(again).__name__)
+    if auto_name == name:
+        check(f"{folder}/{auto_name}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("BertForMaskedLM", {"attention_type": "mae", "ffn_type": "moe"}),
+        ("GPT2ForSequenceClassification", {"attention_type": "moa"}),
+        ("T5ForConditionalGeneration", {"attention_type": "mae", "cct_budgets": [[1, 1], [1, 0.5]]}),
+    ],
+    ids=["bert", "gpt2", "t5"],
+)
+def test_checkpoint_loads_without_the_package(name, fields, tmp_path):
+    case = CASE[name]
+    model = case.build(**fields)
+    model.save_pretrained(tmp_path / "checkpoint")
+    inputs = case.inputs()
+    torch.save((inputs, main_output(model(**inputs)), case.auto_name), tmp_path / "expected.pt")
+    family = [other.auto_name for other in CASES if other.family is case.family]
+    script = tmp_path / "elsewhere.py"
+    script.write_text(_WITHOUT_THE_PACKAGE)
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
+    result = subprocess.run(
+        [sys.executable, script, tmp_path, *family],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    for other in CASES:
+        if other.family is case.family:
+            assert f"{other.auto_name} {other.gated.__name__}" in result.stdout
+    # and what was saved elsewhere loads with the package's own classes here
+    loaded = case.auto.from_pretrained(tmp_path / case.auto_name)
+    assert type(loaded) is case.gated
+    assert torch.equal(main_output(loaded(**inputs)), main_output(model(**inputs)))
+
+
+@each_class
+def test_auto_map_names_the_family(case, tmp_path):
+    case.gated(case.config()).save_pretrained(tmp_path)
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    family = [other for other in CASES if other.family is case.family]
+    assert auto_map.keys() == {"AutoConfig"} | {other.auto_name for other in family}
+    for other in family:
+        module, name = auto_map[other.auto_name].split(".")
+        assert name == other.gated.__name__
+        assert f"class {name}(" in (tmp_path / f"{module}.py").read_text()
+
+
+@pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
+def test_package_is_preferred_where_it_is(case, tmp_path):
+    case.build().save_pretrained(tmp_path)
+    assert type(case.auto.from_pretrained(tmp_path, trust_remote_code=True)) is case.gated
+    assert type(case.auto.from_pretrained(tmp_path)) is case.gated
+
+
+@pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
+def test_config_alone_promises_no_models(case, tmp_path):
+    case.config().save_pretrained(tmp_path)
+    assert set(json.loads((tmp_path / "config.json").read_text())["auto_map"]) == {"AutoConfig"}
+
+
+def test_carried_files_import_one_another_alone(tmp_path):
+    """Flat, with relative imports of one level: the form that transformers can copy."""
+    CASE["T5Model"].build().save_pretrained(tmp_path)
+    for path in tmp_path.glob("*.py"):
+        for line in path.read_text().splitlines():
+            stripped = line.strip()
+            assert not stripped.startswith(("from ..", "from . import", "import hf_moa", "from hf_moa"))
