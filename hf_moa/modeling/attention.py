@@ -170,7 +170,7 @@ class GatedAttention(nn.Module):
         if position_bias is not None:
             position_bias = self.mixture.position_bias(position_bias, mix)
             if self.config._attn_implementation == "flex_attention":
-                position_bias = position_bias.expand(len(query), -1, -1, -1)  # it does not broadcast
+                position_bias = position_bias.expand(query.shape[0], -1, -1, -1)  # it does not broadcast
             kwargs["position_bias"] = position_bias
         context, attentions = self.attention_function()(
             self,

@@ -156,7 +156,7 @@ class GatedStaticLayer(_GateStates, StaticLayer):
         return self.states.get(name)
 
     def _shift_in(self, name: str, new: Tensor, *, held: int) -> Tensor:
-        past = self._state(name, new.new_zeros(len(new), held, *new.shape[2:]))
+        past = self._state(name, new.new_zeros(new.shape[0], held, *new.shape[2:]))
         full = torch.cat([past, new], dim=1)
         past.copy_(_last(full, held))
         return full

@@ -42,7 +42,7 @@ class GateBatchNorm(nn.BatchNorm1d):
         self, x: Tensor, valid: Tensor | None, running_mean: Tensor, running_var: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows = x.flatten(0, -2)
-        weight = rows.new_ones(len(rows), 1)
+        weight = rows.new_ones(rows.shape[0], 1)
         if valid is not None:
             weight = valid.flatten().unsqueeze(-1).to(x.dtype)
         count = weight.sum()

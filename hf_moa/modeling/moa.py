@@ -52,7 +52,7 @@ class MixtureOfAttentionExperts(nn.Module):
         # shape: (B, T, k) -> (B, k, T, S)
         index = mix.index.transpose(1, 2).unsqueeze(-1)
         index = index.expand(-1, -1, -1, bias.shape[-1])
-        return bias.expand(len(index), -1, -1, -1).gather(1, index)
+        return bias.expand(index.shape[0], -1, -1, -1).gather(1, index)
 
     def output(self, linear: nn.Module, context: Tensor, mix: Routing) -> Tensor:
         """`[B, T, k, dh]` -> `[B, T, d]`."""

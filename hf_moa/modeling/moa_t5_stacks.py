@@ -311,7 +311,7 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
         if tokens is None:
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         pair = self.budgets.resolve(
-            budget, batch_size=len(tokens), device=tokens.device, training=self.training
+            budget, batch_size=tokens.shape[0], device=tokens.device, training=self.training
         )
         halves = []
         for stack, values in zip(

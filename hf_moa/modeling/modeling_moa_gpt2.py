@@ -329,8 +329,8 @@ class MoaGPT2ForSequenceClassification(MoaGPT2PreTrainedModel):
             **kwargs,
         )
         logits = self.score(outputs.last_hidden_state)
-        rows = torch.arange(len(logits), device=logits.device)
-        logits = logits[rows, self._last_token(input_ids, len(logits), logits.device)]
+        rows = torch.arange(logits.shape[0], device=logits.device)
+        logits = logits[rows, self._last_token(input_ids, logits.shape[0], logits.device)]
         loss = None
         if labels is not None:
             loss = ForSequenceClassificationLoss(labels, logits, self.config)

@@ -266,7 +266,7 @@ class MoaT5ForSequenceClassification(MoaT5PreTrainedModel):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        rows = torch.arange(len(hidden_states), device=hidden_states.device)
+        rows = torch.arange(hidden_states.shape[0], device=hidden_states.device)
         end = self._last_end(input_ids).to(hidden_states.device)
         logits = self.classification_head(hidden_states[rows, end])
         loss = None
