@@ -59,9 +59,8 @@ class BudgetList:
         Raises:
             ValueError: it is not one of them.
         """
-        values = tuple(budget) if self.width > 1 and isinstance(budget, (list, tuple)) else (budget,)
-        if len(values) == 1:
-            values = values * self.width
+        is_pair = self.width > 1 and isinstance(budget, (list, tuple))
+        values = tuple(budget) if is_pair else (budget,) * self.width
         if len(values) == self.width and all(is_budget(value) for value in values):
             for i, row in enumerate(self.distinct):
                 if all(abs(known - value) < 1e-6 for known, value in zip(row, values, strict=True)):

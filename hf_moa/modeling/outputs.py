@@ -6,7 +6,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.modeling_outputs import (
     BaseModelOutputWithPastAndCrossAttentions,
@@ -34,13 +33,14 @@ from .configuration_gating import GATING_OUTPUT_FIELDS
 class _WithAuxLoss(ModelOutput):
     """An output whose auxiliary losses belong to the batch, where all else has rows.
 
-    In pure inference (no gradients, no labels) they are attributes and no entries: transformers'
+    In inference (without gradients and labels) they are attributes and no entries: transformers'
     pipelines split every entry of an output into rows, and beam search repeats each.
     """
 
     def __post_init__(self):
         super().__post_init__()
-        if not torch.is_grad_enabled() and getattr(self, "loss", None) is None:
+        trains = self.aux_loss is not None and self.aux_loss.requires_grad
+        if not trains and getattr(self, "loss", None) is None:
             for name in ("aux_loss", "aux_losses"):
                 if name in self:
                     OrderedDict.__delitem__(self, name)

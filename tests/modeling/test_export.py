@@ -1,10 +1,13 @@
 """Export: `torch.export` and transformers' exporters, of the dense path."""
 
+import copy
+
 import pytest
 import torch
 from common import VARIANTS
 from families import CASE, main_output
 from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
+from transformers.exporters.utils import decompose_for_generation
 
 NAMES = ["mha", "mae-1", "moa", "moe", "cct", "cct-plain"]
 CLASSES = [
@@ -14,7 +17,6 @@ CLASSES = [
     "T5ForConditionalGeneration",
 ]
 each_variant = pytest.mark.parametrize("name", NAMES)
-each_class = pytest.mark.parametrize("case", [CASE[name] for name in CLASSES], ids=CLASSES)
 
 
 def inputs_of(case, **sizes):
@@ -30,7 +32,14 @@ def assert_computes(exported, model, inputs):
     torch.testing.assert_close(actual, expected, atol=1e-5 * scale, rtol=0)
 
 
-@each_class
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(CASE[name], marks=() if "Bert" in name or "Encoder" in name else pytest.mark.slow)
+        for name in CLASSES
+    ],
+    ids=CLASSES,
+)
 @each_variant
 def test_export_with_dynamic_shapes(case, name):
     model = case.build(**VARIANTS[name])
@@ -46,6 +55,38 @@ def test_torch_export_of_an_encoder_as_it_stands(name):
     with torch.no_grad():
         program = torch.export.export(model, (), inputs, strict=False)
         torch.testing.assert_close(program.module()(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("name", ["cct", "cct-plain"])
+def test_budget_stays_open_where_it_is_an_input(name):
+    case = CASE["BertForSequenceClassification"]
+    model, inputs = case.build(**VARIANTS[name]), case.inputs()
+    inputs["budget"] = torch.tensor([1, 0.5, 1])
+    exported = DynamoExporter().export(model, inputs, config=DynamoConfig())
+    inputs["budget"] = torch.tensor([0.5, 1, 0.5])
+    assert_computes(exported, model, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [CASE[name] for name in CLASSES[2:]], ids=CLASSES[2:])
+@each_variant
+def test_steps_of_generation_export_with_their_caches(case, name):
+    """What the gates remember is an input of the exported step, not a constant of it."""
+    model = case.build(**VARIANTS[name])
+
+    def steps(seed):
+        inputs = case.inputs(seed=seed)
+        inputs.pop("decoder_input_ids", None)
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        return decompose_for_generation(model, inputs)
+
+    first, other = steps(0), steps(5)
+    assert set(first) >= {"prefill", "decode"}
+    for step, (module, inputs) in first.items():
+        exported = DynamoExporter().export(module, copy.deepcopy(inputs), config=DynamoConfig())
+        expected = main_output(module(**copy.deepcopy(other[step][1])))
+        actual = main_output(exported(**copy.deepcopy(other[step][1])))
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.slow
