@@ -47,7 +47,10 @@ class DenseFeedForward(nn.Module):
         activation = self.activation(self.up(hidden_states))
         if self.linear is not None:
             activation = activation * self.linear(hidden_states)
-        return self.down(self.dropout(activation)), {}
+        activation = self.dropout(activation)
+        if self.down.weight.is_floating_point():  # float32 in a float16 T5; quantized weights cast
+            activation = activation.to(self.down.weight.dtype)
+        return self.down(activation), {}
 
 
 def build_feed_forward(

@@ -189,6 +189,14 @@ class GatedModel:
     def _can_set_experts_implementation(cls) -> bool:
         return True
 
+    def set_experts_implementation(self, experts_implementation: str | dict) -> None:
+        """As in transformers, for every stack: T5's have configurations of their own."""
+        super().set_experts_implementation(experts_implementation)
+        chosen = self.config._experts_implementation
+        for module in self.modules():
+            if isinstance(module, GatedModel):
+                module.config._experts_implementation_internal = chosen
+
     def _budget_control(self) -> BudgetControl | None:
         """The control symbols of a stack of layers; None without CCT."""
         if not self.config.has_cct:

@@ -240,11 +240,14 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         budget: float | Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MoaCausalLMOutput:
         """
         Args:
             labels: `[B, T]` int64, usually `input_ids`; the model shifts them. -100 is ignored.
+            shift_labels: `[B, T]` int64, labels that are shifted already, in the place of those that
+                `labels` would give (as `Trainer` hands them out where it splits sequences).
             logits_to_keep: compute the logits of this many last positions (0: all), or of the
                 positions in a 1-D tensor.
             num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
@@ -267,7 +270,7 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss, share = None, 1.0
         if labels is not None:
-            targets = next_token_labels(labels)
+            targets = next_token_labels(labels) if shift_labels is None else shift_labels
             loss = token_loss(logits, targets, num_items_in_batch=num_items_in_batch)
             share = token_share(targets, num_items_in_batch)
         return MoaCausalLMOutput(

@@ -124,6 +124,16 @@ def test_residual_projections_start_smaller_with_depth():
     assert parts[0].up.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
+def test_labels_that_are_shifted_already():
+    reference, model = LM.build_plain(), LM.gated(LM.config()).eval()
+    model.load_state_dict(reference.state_dict())
+    inputs, labels = LM.inputs(), LM.labels()["labels"]
+    shifted = labels.flip(0)
+    for kwargs in ({}, {"shift_labels": shifted}, {"num_items_in_batch": 7, "shift_labels": shifted}):
+        expected = reference(**inputs, labels=labels, **kwargs).loss
+        torch.testing.assert_close(model(**inputs, labels=labels, **kwargs).loss, expected)
+
+
 def test_trainer_counts_the_tokens_that_are_predicted():
     assert LM.gated(LM.config()).loss_type == "ForCausalLM"
     assert isinstance(LM.build_plain(), GPT2LMHeadModel)

@@ -5,6 +5,8 @@ import torch
 from common import batch
 from families import CASE, T5
 
+from hf_moa.modeling.moe import _PortableExperts
+
 LM = CASE["T5ForConditionalGeneration"]
 
 
@@ -231,12 +233,30 @@ def test_first_layer_alone_holds_the_position_bias():
     assert {name.split(".layer")[0] for name in tables} == {"encoder.block.0", "decoder.block.0"}
 
 
-def test_half_precision_keeps_the_last_projection_in_full(tmp_path):
-    LM.build(attention_type="mae").save_pretrained(tmp_path)
+@pytest.mark.parametrize("name", ["mae-1", "cct", "cct-plain", "cct-gated-gelu"])
+def test_half_precision_keeps_the_last_projection_in_full(name, tmp_path):
+    LM.build(**T5.variants[name]).save_pretrained(tmp_path)
     half = LM.gated.from_pretrained(tmp_path, dtype=torch.float16)
-    dtypes = {p.dtype for name, p in half.named_parameters() if ".wo." in name}
+    dtypes = {p.dtype for name, p in half.named_parameters() if ".wo." in name or ".down." in name}
     assert dtypes == {torch.float32}
     assert torch.isfinite(half(**LM.inputs()).logits).all()
+
+
+def test_implementation_of_experts_reaches_both_stacks(monkeypatch):
+    original, used = _PortableExperts.get_interface, []
+
+    def record(self, implementation, default):
+        used.append(implementation)
+        return original(self, implementation, default)
+
+    monkeypatch.setattr(_PortableExperts, "get_interface", record)
+    model = LM.build(ffn_type="moe")
+    for implementation in ("eager", "batched_mm", {"": "grouped_mm"}):
+        used.clear()
+        model.set_experts_implementation(implementation)
+        model(**LM.inputs())
+        name = implementation[""] if isinstance(implementation, dict) else implementation
+        assert used == [name] * 4
 
 
 def test_exactly_one_of_ids_and_embeddings():
