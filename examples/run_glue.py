@@ -19,47 +19,36 @@ On a laptop, without the Hub, from a folder of GLUE's published TSV files:
 The arguments can stand in one JSON file instead: `python examples/run_glue.py arguments.json`.
 """
 
-import dataclasses
-import json
 import logging
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
 import numpy as np
-import transformers
+from gating_arguments import (
+    GatingArguments,
+    convert,
+    evaluate_at_budgets,
+    gating_callbacks,
+    optional,
+)
+from text_training import find_checkpoint, parse_arguments, set_up_logging, train
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
     default_data_collator,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
-import hf_moa
-from hf_moa.training import (
-    GLUE_TASKS,
-    CCTNoiseCallback,
-    GlueMetric,
-    GlueTask,
-    evaluate_budgets,
-    format_budget_table,
-    load_glue_tsv,
-)
+from hf_moa.training import GLUE_TASKS, GlueMetric, GlueTask, load_glue_tsv
 
 logger = logging.getLogger(__name__)
-
-
-def optional(help_text: str):
-    return field(default=None, metadata={"help": help_text})
 
 
 @dataclass
@@ -128,99 +117,6 @@ class DataTrainingArguments:
             )
 
 
-@dataclass
-class GatingArguments:
-    """How to convert the checkpoint. What is not given keeps the model config's default."""
-
-    attention_type: str = field(
-        default="none",
-        metadata={
-            "help": "none: load the checkpoint as it is (an ungated baseline, or a model that was "
-            "converted before). Otherwise convert it with hf_moa.upcycle; mha adds no gates to the "
-            "attention, for CCT or a mixture of feed-forward experts alone.",
-            "choices": ["none", "mha", "mae", "moa"],
-        },
-    )
-    mae_num_dropped_heads: int | None = optional("MAE: heads that each expert leaves out.")
-    mae_gate_type: str | None = optional("MAE: the gate; uniform is UNI-MAE.")
-    mae_gate_dropout: float | None = optional("MAE: dropout inside the gate.")
-    num_attention_experts: int | None = optional("MoA: attention experts per layer.")
-    num_attention_heads: int | None = optional(
-        "MoA: heads active for a token. Default: the checkpoint's."
-    )
-    head_dim: int | None = optional("MoA: size of a head.")
-    router_type: str | None = optional("The router: topk or noisy_topk.")
-    ffn_type: str | None = optional("moe: a mixture of feed-forward experts.")
-    num_ffn_experts: int | None = optional("Feed-forward experts per layer.")
-    num_ffn_experts_per_token: int | None = optional("Feed-forward experts active for a token.")
-    cct_budgets: list[float] | None = field(
-        default=None,
-        metadata={"help": "CCT: the budgets to train for, such as 1 0.5 0.33. Switches CCT on."},
-    )
-    cct_budget_loss_coef: float | None = optional("CCT: weight of the budget loss.")
-    cct_noise_max: float | None = optional("CCT: scale of the gate noise at the end of its growth.")
-    cct_noise_steps: int | None = optional(
-        "CCT: steps over which the gate noise grows. Default: all steps."
-    )
-    eval_budgets: bool = field(
-        default=False,
-        metadata={
-            "help": "CCT: at the end, evaluate at each budget; print the table and write it to "
-            "budget_results_<task>.json."
-        },
-    )
-
-    def __post_init__(self):
-        if self.attention_type == "none" and self.config_fields():
-            raise ValueError(
-                f"{', '.join(f'`{name}`' for name in self.config_fields())} convert a checkpoint "
-                "and need `attention_type` mha, mae or moa (got 'none')."
-            )
-
-    def config_fields(self) -> dict:
-        """The given fields of the model config."""
-        not_in_config = ("attention_type", "cct_noise_steps", "eval_budgets")
-        fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in not_in_config}
-        return {name: value for name, value in fields.items() if value is not None}
-
-
-def parse_arguments(args: list[str]):
-    parser = HfArgumentParser(
-        (ModelArguments, DataTrainingArguments, GatingArguments, TrainingArguments)
-    )
-    if len(args) == 1 and args[0].endswith(".json"):
-        return parser.parse_json_file(args[0])
-    return parser.parse_args_into_dataclasses(args)
-
-
-def set_up_logging(training_args: TrainingArguments) -> None:
-    logging.basicConfig(
-        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
-        datefmt="%m/%d/%Y %H:%M:%S",
-        handlers=[logging.StreamHandler(sys.stdout)],
-    )
-    if training_args.should_log:
-        # The default --log_level, "passive", keeps what is set here.
-        transformers.utils.logging.set_verbosity_info()
-    level = training_args.get_process_log_level()
-    logger.setLevel(level)
-    datasets.utils.logging.set_verbosity(level)
-    transformers.utils.logging.set_verbosity(level)
-    logger.info(f"Training parameters: {training_args}")
-
-
-def find_checkpoint(training_args: TrainingArguments) -> str | None:
-    """The checkpoint to resume from: the one asked for, or the last one in `output_dir`."""
-    if training_args.resume_from_checkpoint is not None:
-        return training_args.resume_from_checkpoint
-    if not (training_args.do_train and Path(training_args.output_dir).is_dir()):
-        return None
-    checkpoint = get_last_checkpoint(training_args.output_dir)
-    if checkpoint is not None:
-        logger.info(f"Resuming from {checkpoint}; to train anew, give another --output_dir.")
-    return checkpoint
-
-
 def load_model(
     model_args: ModelArguments, gating_args: GatingArguments, task: GlueTask
 ) -> PreTrainedModel:
@@ -243,19 +139,7 @@ def load_model(
     if not task.is_regression and label_order(model, task) is None:
         model.config.id2label = dict(enumerate(task.label_names))
         model.config.label2id = {name: i for i, name in enumerate(task.label_names)}
-    if gating_args.attention_type == "none":
-        return model
-    fields = {"attention_type": gating_args.attention_type, **gating_args.config_fields()}
-    if not model.config.model_type.startswith("moa_"):
-        return hf_moa.upcycle(model, **fields)
-    differing = [k for k, v in fields.items() if getattr(model.config, k, None) != v]
-    if differing:
-        raise ValueError(
-            f"{model_args.model_name_or_path} is a converted checkpoint already, with other values "
-            f"of {', '.join(f'`{name}`' for name in differing)}. Leave out the flags that convert, "
-            "or start from the checkpoint it was converted from."
-        )
-    return model
+    return convert(model, gating_args)
 
 
 def label_order(model: PreTrainedModel, task: GlueTask) -> list[int] | None:
@@ -343,15 +227,6 @@ def split_names(task_name: str, split: str) -> dict[str, str]:
     return {task_name: split}
 
 
-def train(trainer: Trainer, checkpoint: str | None) -> None:
-    result = trainer.train(resume_from_checkpoint=checkpoint)
-    metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
-    trainer.save_model()
-    trainer.log_metrics("train", metrics)
-    trainer.save_metrics("train", metrics)
-    trainer.save_state()
-
-
 def evaluate(trainer: Trainer, eval_sets: dict) -> None:
     metrics = {}
     for name, dataset in eval_sets.items():
@@ -362,15 +237,6 @@ def evaluate(trainer: Trainer, eval_sets: dict) -> None:
         metrics.update(set_metrics)
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
-
-
-def evaluate_at_budgets(trainer: Trainer, eval_sets: dict) -> None:
-    for name, dataset in eval_sets.items():
-        rows = evaluate_budgets(trainer, dataset)
-        if trainer.is_world_process_zero():
-            print(f"\n{name}, {len(dataset)} examples\n\n{format_budget_table(rows)}\n")
-            path = Path(trainer.args.output_dir, f"budget_results_{name}.json")
-            path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
 def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:
@@ -390,22 +256,16 @@ def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:
 
 def main(args: list[str] | None = None) -> None:
     model_args, data_args, gating_args, training_args = parse_arguments(
-        sys.argv[1:] if args is None else args
+        args, ModelArguments, DataTrainingArguments, GatingArguments, TrainingArguments
     )
-    set_up_logging(training_args)
+    set_up_logging(training_args, logger)
     task = GLUE_TASKS[data_args.task_name]
     checkpoint = find_checkpoint(training_args)
 
     # The model comes right after the seed, so that the variants draw the same classifier.
     set_seed(training_args.seed)
     model = load_model(model_args, gating_args, task)
-    has_cct = bool(getattr(model.config, "cct_budgets", None))
-    for name in ("eval_budgets", "cct_noise_steps"):
-        if getattr(gating_args, name) and not has_cct:
-            raise ValueError(
-                f"`{name}` needs a model with CCT gates: convert one with `cct_budgets`, or start "
-                f"from a checkpoint that has them (got {model_args.model_name_or_path})."
-            )
+    callbacks = gating_callbacks(gating_args, model)
     label_ids = None if task.is_regression else label_order(model, task)
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -450,7 +310,7 @@ def main(args: list[str] | None = None) -> None:
         compute_metrics=make_compute_metrics(data_args.task_name, label_ids),
         processing_class=tokenizer,
         data_collator=collator,
-        callbacks=[CCTNoiseCallback(gating_args.cct_noise_steps)] if has_cct else None,
+        callbacks=callbacks,
     )
     if training_args.do_train:
         train(trainer, checkpoint)

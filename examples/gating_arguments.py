@@ -1,0 +1,123 @@
+"""What the example scripts share about gates: their flags, conversion, noise and budgets."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+import hf_moa
+from hf_moa.training import CCTNoiseCallback, evaluate_budgets, format_budget_table
+
+
+def optional(help_text: str):
+    return field(default=None, metadata={"help": help_text})
+
+
+@dataclass
+class GatingArguments:
+    """How to gate the model. What is not given keeps the model config's default."""
+
+    attention_type: str = field(
+        default="none",
+        metadata={
+            "help": "none: take a checkpoint as it is (an ungated baseline, or a model that was "
+            "converted before); from scratch, the same as mha. Otherwise gate a new model, or convert "
+            "a checkpoint with hf_moa.upcycle; mha adds no gates to the attention, for CCT or a "
+            "mixture of feed-forward experts alone.",
+            "choices": ["none", "mha", "mae", "moa"],
+        },
+    )
+    mae_num_dropped_heads: int | None = optional("MAE: heads that each expert leaves out.")
+    mae_gate_type: str | None = optional("MAE: the gate; uniform is UNI-MAE.")
+    mae_gate_dropout: float | None = optional("MAE: dropout inside the gate.")
+    mae_gate_window: int | None = optional("MAE: tokens that a gate of a causal layer averages.")
+    num_attention_experts: int | None = optional("MoA: attention experts per layer.")
+    num_attention_heads: int | None = optional(
+        "MoA: heads active for a token. Default: the checkpoint's."
+    )
+    head_dim: int | None = optional("MoA: size of a head.")
+    router_type: str | None = optional("The router: topk or noisy_topk.")
+    ffn_type: str | None = optional("moe: a mixture of feed-forward experts.")
+    num_ffn_experts: int | None = optional("Feed-forward experts per layer.")
+    num_ffn_experts_per_token: int | None = optional("Feed-forward experts active for a token.")
+    cct_budgets: list[float] | None = field(
+        default=None,
+        metadata={"help": "CCT: the budgets to train for, such as 1 0.5 0.33. Switches CCT on."},
+    )
+    cct_budget_loss_coef: float | None = optional("CCT: weight of the budget loss.")
+    cct_noise_max: float | None = optional("CCT: scale of the gate noise at the end of its growth.")
+    cct_noise_steps: int | None = optional(
+        "CCT: steps over which the gate noise grows. Default: all steps."
+    )
+    eval_budgets: bool = field(
+        default=False,
+        metadata={
+            "help": "CCT: at the end, evaluate at each budget; print the table and write it to "
+            "budget_results_<name>.json."
+        },
+    )
+
+    def __post_init__(self):
+        if self.attention_type == "none" and self.config_fields():
+            raise ValueError(
+                f"{', '.join(f'`{name}`' for name in self.config_fields())} gate a model "
+                "and need `attention_type` mha, mae or moa (got 'none')."
+            )
+
+    def config_fields(self) -> dict:
+        """The given fields of the model config, `attention_type` aside."""
+        not_in_config = ("attention_type", "cct_noise_steps", "eval_budgets")
+        fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in not_in_config}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def all_config_fields(self) -> dict:
+        """The same with `attention_type`; nothing if that is none."""
+        if self.attention_type == "none":
+            return {}
+        return {"attention_type": self.attention_type, **self.config_fields()}
+
+
+def convert(model: PreTrainedModel, gating_args: GatingArguments) -> PreTrainedModel:
+    """The checkpoint as the flags want it: itself, or converted."""
+    fields = gating_args.all_config_fields()
+    if not fields:
+        return model
+    if not model.config.model_type.startswith("moa_"):
+        return hf_moa.upcycle(model, **fields)
+    differing = [k for k, v in fields.items() if getattr(model.config, k, None) != v]
+    if differing:
+        raise ValueError(
+            f"{model.config.name_or_path} is a converted checkpoint already, with other values "
+            f"of {', '.join(f'`{name}`' for name in differing)}. Leave out the flags that convert, "
+            "or start from the checkpoint it was converted from."
+        )
+    return model
+
+
+def gating_callbacks(gating_args: GatingArguments, model: PreTrainedModel) -> list[TrainerCallback]:
+    """What trains the model's gates beside `Trainer`.
+
+    Raises:
+        ValueError: a flag about CCT for a model without it.
+    """
+    if getattr(model.config, "cct_budgets", None):
+        return [CCTNoiseCallback(gating_args.cct_noise_steps)]
+    for name in ("eval_budgets", "cct_noise_steps"):
+        if getattr(gating_args, name):
+            raise ValueError(
+                f"`{name}` needs a model with CCT gates: give `cct_budgets`, or start from a "
+                f"checkpoint that has them (got {model.config.name_or_path or 'a new model'} "
+                "without)."
+            )
+    return []
+
+
+def evaluate_at_budgets(trainer: Trainer, eval_sets: dict) -> None:
+    for name, dataset in eval_sets.items():
+        rows = evaluate_budgets(trainer, dataset)
+        if trainer.is_world_process_zero():
+            print(f"\n{name}, {len(dataset)} examples\n\n{format_budget_table(rows)}\n")
+            path = Path(trainer.args.output_dir, f"budget_results_{name}.json")
+            path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

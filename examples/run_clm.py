@@ -1,0 +1,347 @@
+"""Trains a causal language model on text files with the plain `Trainer`, and measures perplexity: a
+gated GPT-2 (MAE, MoA, sparse experts, CCT) from scratch or from a GPT-2 checkpoint, or the plain one.
+
+The flags are those of transformers' own `run_clm.py` where it has them, plus `GatingArguments`. From
+scratch on WikiText-2, with a byte-level BPE tokenizer trained on the way; the same without gates is
+`--attention_type mha`:
+
+    python examples/run_clm.py --model_type moa_gpt2 \
+        --config_overrides n_layer=4,n_embd=256,n_head=8,n_positions=256 --attention_type mae \
+        --train_file train.txt.gz --validation_file valid.txt --test_file test.txt \
+        --do_train --do_eval --do_predict --generate_samples 2 --num_train_epochs 1 \
+        --learning_rate 1e-3 --per_device_train_batch_size 16 --output_dir out/clm-mae
+
+From a checkpoint, converted to MAE, on a data set of the Hub:
+
+    python examples/run_clm.py --model_name_or_path gpt2 --attention_type mae --block_size 512 \
+        --dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 --do_train --do_eval \
+        --output_dir out/gpt2-mae
+
+The results are in `eval_results.json` (validation) and `predict_results.json` (test):
+
+- `perplexity`: exp of the mean loss per token, over `tokens` tokens. It depends on the tokenizer.
+- `word_perplexity`: the same total loss divided by the number of whitespace-separated `words`. It
+  compares across tokenizers. Ends of lines are no words here, but their loss counts; where a paper
+  counts each as a word, `words` is larger by `lines`.
+
+The arguments can stand in one JSON file instead: `python examples/run_clm.py arguments.json`.
+"""
+
+import json
+import logging
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from gating_arguments import GatingArguments, evaluate_at_budgets, gating_callbacks, optional
+from text_training import (
+    ModelArguments,
+    check_label_smoothing,
+    find_checkpoint,
+    load_model,
+    load_tokenizer,
+    parse_arguments,
+    read_lines,
+    set_up_logging,
+    train,
+    train_byte_level_bpe,
+)
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset, Subset
+from transformers import (
+    AutoModelForCausalLM,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+logger = logging.getLogger(__name__)
+
+END_OF_TEXT = "<|endoftext|>"
+IGNORE_INDEX = -100
+
+
+@dataclass
+class DataTrainingArguments:
+    """Which texts to train and evaluate on, and how they are cut up."""
+
+    dataset_name: str | None = optional("Data set of the Hub, instead of files.")
+    dataset_config_name: str | None = optional("Its configuration.")
+    train_file: str | None = optional("Training text, plain or .gz.")
+    validation_file: str | None = optional("Text for --do_eval.")
+    test_file: str | None = optional("Text for --do_predict.")
+    block_size: int | None = optional("Tokens per block. Default: what the model takes, at most 1024.")
+    max_train_samples: int | None = optional("Train on the first so many blocks only.")
+    max_eval_samples: int | None = optional("Evaluate on the first so many blocks only.")
+    max_predict_samples: int | None = optional("Test on the first so many blocks only.")
+    generate_samples: int = field(
+        default=0,
+        metadata={
+            "help": "Continue so many places of the test text (or else the validation text), print "
+            "and write them to samples.json."
+        },
+    )
+    prompt_tokens: int = field(default=32, metadata={"help": "Tokens that a sample starts from."})
+    max_new_tokens: int = field(default=64, metadata={"help": "Tokens to add to them."})
+
+    def __post_init__(self):
+        if self.dataset_name is not None and any(self.files().values()):
+            raise ValueError(
+                "Give either `dataset_name` or files, not both (got "
+                f"{self.dataset_name!r} and {[f for f in self.files().values() if f]})."
+            )
+
+    def files(self) -> dict[str, str | None]:
+        return {
+            "train": self.train_file,
+            "validation": self.validation_file,
+            "test": self.test_file,
+        }
+
+
+class TextBlocks(Dataset):
+    """A text's tokens in blocks for a causal language model.
+
+    A block begins with the last token of the one before, and the last block reaches back to be a
+    whole one; labels leave out what another block predicts. So every token but the first is predicted
+    exactly once, and no block is padded.
+
+    Args:
+        lines: the text. A token that stands for its beginning is put before it.
+        block_size: tokens per block, at least 2.
+    """
+
+    def __init__(self, lines: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int):
+        start = tokenizer.bos_token_id
+        if start is None:
+            start = tokenizer.eos_token_id
+        if start is None:
+            raise ValueError(
+                "The tokenizer must have a bos_token or eos_token, to begin a text with (got neither)."
+            )
+        parts = [np.array([start])]
+        for i in range(0, len(lines), 1000):
+            encoded = tokenizer(lines[i : i + 1000], add_special_tokens=False, verbose=False)
+            parts += [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+        self.ids = torch.from_numpy(np.concatenate(parts))
+        self.block_size = block_size
+        self.num_words = sum(len(line.split()) for line in lines)
+        self.num_lines = len(lines)
+
+    def __len__(self) -> int:
+        return math.ceil((len(self.ids) - 1) / (self.block_size - 1))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        first = index * (self.block_size - 1)
+        end = min(first + self.block_size, len(self.ids))
+        start = max(0, end - self.block_size)
+        labels = self.ids[start:end].clone()
+        labels[: first + 1 - start] = IGNORE_INDEX
+        return {"input_ids": self.ids[start:end], "labels": labels}
+
+
+def load_lines(model_args: ModelArguments, data_args: DataTrainingArguments, split: str) -> list[str]:
+    """The text of a split, as lines with their ends."""
+    if data_args.dataset_name is None:
+        path = data_args.files()[split]
+        if path is None:
+            raise ValueError(f"The {split} text is needed: give `{split}_file` or `dataset_name`.")
+        return read_lines(path, f"{split}_file")
+    raw_datasets = datasets.load_dataset(
+        data_args.dataset_name,
+        data_args.dataset_config_name,
+        cache_dir=model_args.cache_dir,
+        token=model_args.token,
+    )
+    if split not in raw_datasets:
+        raise ValueError(
+            f"`dataset_name` must have the split {split!r} (got {', '.join(raw_datasets)})."
+        )
+    columns = raw_datasets[split].column_names
+    rows = raw_datasets[split]["text" if "text" in columns else columns[0]]
+    return [row if row.endswith("\n") else row + "\n" for row in rows]
+
+
+def train_tokenizer(lines: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=train_byte_level_bpe(lines, vocab_size, [END_OF_TEXT], add_prefix_space=False),
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def token_losses(logits, labels: Tensor) -> Tensor:
+    """`[B, T - 1]`: the loss of each token. `Trainer` keeps these instead of the logits."""
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    logits, targets = logits[:, :-1].float(), labels[:, 1:]
+    losses = cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    return losses.view(targets.shape)
+
+
+def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    tokens = int((prediction.label_ids[:, 1:] != IGNORE_INDEX).sum())
+    # `Trainer`'s own loss is a mean over batches, whose numbers of tokens differ.
+    token_loss = float(prediction.predictions.sum(dtype=np.float64)) / tokens
+    return {"token_loss": token_loss, "perplexity": math.exp(token_loss), "tokens": tokens}
+
+
+def is_shifted_by_trainer(model_class: type) -> bool:
+    """Whether `Trainer`, when it smooths labels, takes the next token as the label."""
+    return model_class.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def check_arguments(
+    data_args: DataTrainingArguments, training_args: TrainingArguments, model: PreTrainedModel
+) -> None:
+    check_label_smoothing(training_args, model)
+    if training_args.label_smoothing_factor > 0 and not is_shifted_by_trainer(type(model)):
+        raise ValueError(
+            f"`label_smoothing_factor` must be 0 for a {type(model).__name__}: `Trainer` would not "
+            "shift its labels, and train it to repeat its input (got "
+            f"{training_args.label_smoothing_factor})."
+        )
+    if data_args.generate_samples and not (training_args.do_eval or training_args.do_predict):
+        raise ValueError(
+            "`generate_samples` continues a text that is evaluated on: give `do_predict` or "
+            f"`do_eval` (got {data_args.generate_samples} samples and neither)."
+        )
+
+
+def check_block_size(block_size: int | None, model: PreTrainedModel) -> int:
+    limit = getattr(model.config, "max_position_embeddings", 1024)
+    if block_size is None:
+        return min(limit, 1024)
+    if not 2 <= block_size <= limit:
+        raise ValueError(
+            f"`block_size` must be between 2 and the {limit} positions of the model (got "
+            f"{block_size}). A model from scratch takes more with --config_overrides n_positions=..."
+        )
+    return block_size
+
+
+def evaluate(trainer: Trainer, blocks: TextBlocks, max_samples: int | None, prefix: str) -> None:
+    dataset = first_samples(blocks, max_samples)
+    metrics = trainer.evaluate(dataset, metric_key_prefix=prefix)
+    metrics[f"{prefix}_samples"] = len(dataset)
+    if len(dataset) == len(blocks):  # of a part, the words are not known
+        total_loss = metrics[f"{prefix}_token_loss"] * metrics[f"{prefix}_tokens"]
+        metrics[f"{prefix}_words"] = blocks.num_words
+        metrics[f"{prefix}_lines"] = blocks.num_lines
+        metrics[f"{prefix}_word_perplexity"] = math.exp(total_loss / blocks.num_words)
+    trainer.log_metrics(prefix, metrics)
+    trainer.save_metrics(prefix, metrics)
+
+
+def first_samples(blocks: TextBlocks, max_samples: int | None) -> Dataset:
+    if max_samples is None or max_samples >= len(blocks):
+        return blocks
+    return Subset(blocks, range(max_samples))
+
+
+def write_samples(trainer: Trainer, blocks: TextBlocks, data_args: DataTrainingArguments) -> None:
+    """Continues places that lie evenly spread over a text."""
+    tokenizer, model = trainer.processing_class, trainer.model
+    places = np.linspace(0, len(blocks), data_args.generate_samples, endpoint=False, dtype=int)
+    num_prompt = min(data_args.prompt_tokens, blocks.block_size // 2)
+    prompts = torch.stack([blocks[i]["input_ids"][:num_prompt] for i in places.tolist()])
+    set_seed(trainer.args.seed)
+    model.eval()
+    continued = model.generate(
+        prompts.to(model.device),
+        attention_mask=torch.ones_like(prompts).to(model.device),
+        do_sample=True,
+        top_p=0.9,
+        max_new_tokens=min(data_args.max_new_tokens, blocks.block_size - num_prompt),
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    samples = []
+    for ids in continued.tolist():
+        parts = (ids[:num_prompt], ids[num_prompt:])
+        prompt, continuation = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
+        samples.append({"prompt": prompt, "continuation": continuation})
+        print(f"\n{prompt} >>>{continuation}\n")
+    path = Path(trainer.args.output_dir, "samples.json")
+    path.write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main(args: list[str] | None = None) -> None:
+    model_args, data_args, gating_args, training_args = parse_arguments(
+        args, ModelArguments, DataTrainingArguments, GatingArguments, TrainingArguments
+    )
+    set_up_logging(training_args, logger)
+    checkpoint = find_checkpoint(training_args)
+
+    splits = {
+        "train": training_args.do_train,
+        "validation": training_args.do_eval or gating_args.eval_budgets,
+        "test": training_args.do_predict,
+    }
+    tokenizer = load_tokenizer(model_args, checkpoint)
+    splits["train"] |= tokenizer is None
+    with training_args.main_process_first(desc="reading the text"):
+        lines = {
+            split: load_lines(model_args, data_args, split) for split, used in splits.items() if used
+        }
+    if tokenizer is None:
+        tokenizer = train_tokenizer(lines["train"], model_args.vocab_size)
+
+    # The model comes right after the seed, so that variants draw what they share alike.
+    set_seed(training_args.seed)
+    token_fields = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, token_fields)
+    check_arguments(data_args, training_args, model)
+    block_size = check_block_size(data_args.block_size, model)
+    blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}
+    for split, each in blocks.items():
+        logger.info(f"{split}: {len(each.ids):,} tokens in {len(each):,} blocks of {block_size}.")
+
+    trainer = Trainer(
+        model=model,
+        args=training_args,
+        train_dataset=first_samples(blocks["train"], data_args.max_train_samples)
+        if training_args.do_train
+        else None,
+        eval_dataset=first_samples(blocks["validation"], data_args.max_eval_samples)
+        if splits["validation"]
+        else None,
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=token_losses,
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+        callbacks=gating_callbacks(gating_args, model),
+    )
+    if training_args.do_train:
+        train(trainer, checkpoint)
+    if training_args.do_eval:
+        evaluate(trainer, blocks["validation"], data_args.max_eval_samples, "eval")
+    if gating_args.eval_budgets:
+        evaluate_at_budgets(trainer, {"validation": trainer.eval_dataset})
+    if training_args.do_predict:
+        evaluate(trainer, blocks["test"], data_args.max_predict_samples, "predict")
+    if data_args.generate_samples and trainer.is_world_process_zero():
+        write_samples(trainer, blocks.get("test", blocks.get("validation")), data_args)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(tasks="text-generation")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Trains a translation model on parallel text files with the plain `Seq2SeqTrainer`, and measures
+sacreBLEU: a gated T5 (MAE, MoA, sparse experts, CCT) from scratch or from a T5 checkpoint, or the plain
+one.
+
+The flags are those of transformers' own `run_translation.py` where it has them, plus `GatingArguments`.
+From scratch on Multi30k, with a tokenizer trained on both languages on the way; the same without gates
+is `--attention_type mha`. Needs `pip install sacrebleu`:
+
+    python examples/run_translation.py --model_type moa_t5 \
+        --config_overrides d_model=256,d_kv=32,num_heads=8,d_ff=1024,num_layers=3 \
+        --attention_type mae --train_source train.en.gz --train_target train.de.gz \
+        --validation_source val.en.gz --validation_target val.de.gz \
+        --test_source test.en.gz --test_target test.de.gz \
+        --do_train --do_eval --do_predict --predict_with_generate --num_beams 5 \
+        --num_train_epochs 20 --learning_rate 1e-3 --warmup_steps 0.1 \
+        --per_device_train_batch_size 64 --output_dir out/translation-mae
+
+From a checkpoint, converted to MAE:
+
+    python examples/run_translation.py --model_name_or_path t5-small --attention_type mae \
+        --source_prefix "translate English to German: " --train_source train.en ...
+
+The results are in `eval_results.json` (validation) and `predict_results.json` (test), with sacreBLEU's
+signature; the translations of the test file in `generated_predictions.txt`. BLEU is that of the
+detokenised translations against the lines of the target file as they stand there.
+
+The arguments can stand in one JSON file instead: `python examples/run_translation.py arguments.json`.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+from gating_arguments import GatingArguments, evaluate_at_budgets, gating_callbacks, optional
+from sacrebleu.metrics import BLEU
+from text_training import (
+    ModelArguments,
+    check_label_smoothing,
+    find_checkpoint,
+    load_model,
+    load_tokenizer,
+    parse_arguments,
+    read_lines,
+    set_up_logging,
+    train,
+    train_byte_level_bpe,
+)
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    set_seed,
+)
+
+logger = logging.getLogger(__name__)
+
+PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+IGNORE_INDEX = -100
+
+
+@dataclass
+class DataTrainingArguments:
+    """Which pairs of texts to train and evaluate on, and how they are prepared."""
+
+    train_source: str | None = optional("Training text, a sentence a line, plain or .gz.")
+    train_target: str | None = optional("Its translation, line by line.")
+    validation_source: str | None = optional("Text for --do_eval.")
+    validation_target: str | None = optional("Its translation.")
+    test_source: str | None = optional("Text for --do_predict.")
+    test_target: str | None = optional("Its translation.")
+    source_prefix: str = field(
+        default="", metadata={"help": "Put before every source text; T5 checkpoints want one."}
+    )
+    max_source_length: int = field(
+        default=128, metadata={"help": "Longer sources are cut off at this number of tokens."}
+    )
+    max_target_length: int = field(
+        default=128,
+        metadata={
+            "help": "The same for targets. Also the default of --generation_max_length. BLEU is "
+            "computed from whole targets."
+        },
+    )
+    max_train_samples: int | None = optional("Train on the first so many pairs only.")
+    max_eval_samples: int | None = optional("Evaluate on the first so many pairs only.")
+    max_predict_samples: int | None = optional("Translate the first so many test sentences only.")
+    num_beams: int | None = optional("Beams of the search, in evaluation and prediction.")
+
+
+def load_pairs(data_args: DataTrainingArguments, split: str) -> dict[str, list[str]]:
+    """The sentences of a split: `source` and `target`, of equal number."""
+    pairs = {}
+    for side in ("source", "target"):
+        flag = f"{split}_{side}"
+        path = getattr(data_args, flag)
+        if path is None:
+            raise ValueError(
+                f"`{flag}` is needed: give the {split} text as `{split}_source` and `{split}_target`."
+            )
+        pairs[side] = [line.strip() for line in read_lines(path, flag)]
+    numbers = {side: len(lines) for side, lines in pairs.items()}
+    if numbers["source"] != numbers["target"]:
+        raise ValueError(
+            f"`{split}_source` and `{split}_target` must have equally many lines (got {numbers}). "
+            "Line i of one is to be the translation of line i of the other."
+        )
+    return pairs
+
+
+def train_tokenizer(pairs: dict[str, list[str]], vocab_size: int) -> PreTrainedTokenizerFast:
+    """One vocabulary for both languages, with T5's special tokens: texts end in `</s>`."""
+    texts = [text for side in pairs.values() for text in side]
+    tokenizer = train_byte_level_bpe(texts, vocab_size, [PAD, END, UNKNOWN], add_prefix_space=True)
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {END}", special_tokens=[(END, tokenizer.token_to_id(END))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tokenize(
+    pairs: dict[str, list[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: DataTrainingArguments,
+    max_samples: int | None,
+) -> Dataset:
+    dataset = Dataset.from_dict({side: texts[:max_samples] for side, texts in pairs.items()})
+
+    def tokenize_batch(examples):
+        features = tokenizer(
+            [data_args.source_prefix + text for text in examples["source"]],
+            max_length=data_args.max_source_length,
+            truncation=True,
+        )
+        labels = tokenizer(
+            text_target=examples["target"], max_length=data_args.max_target_length, truncation=True
+        )
+        # T5 takes no segment ids, which some tokenizers return.
+        features.pop("token_type_ids", None)
+        return {**features, "labels": labels["input_ids"]}
+
+    return dataset.map(tokenize_batch, batched=True, desc="Tokenizing")
+
+
+class BleuMetric:
+    """`compute_metrics` of a `Seq2SeqTrainer` that generates.
+
+    The trainer hands over labels, which are cut off and may not decode to what the file says, in an
+    order of its own (`group_by_length`): a reference is found by its labels.
+
+    Args:
+        datasets: what will be evaluated on, from `tokenize`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, datasets: list[Dataset]):
+        self.tokenizer = tokenizer
+        self.bleu = BLEU()
+        self.references = {
+            self._key(np.array(labels)): target
+            for dataset in datasets
+            for labels, target in zip(dataset["labels"], dataset["target"], strict=True)
+        }
+
+    def _key(self, labels: np.ndarray) -> bytes:
+        kept = labels[(labels != IGNORE_INDEX) & (labels != self.tokenizer.pad_token_id)]
+        return kept.astype(np.int64).tobytes()
+
+    def decode(self, predictions) -> list[str]:
+        """`[N, T]` generated ids, padded with -100 too, as plain text."""
+        predictions = predictions[0] if isinstance(predictions, tuple) else predictions
+        ids = np.where(predictions == IGNORE_INDEX, self.tokenizer.pad_token_id, predictions)
+        return [t.strip() for t in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
+        translations = self.decode(prediction.predictions)
+        references = [self.references[self._key(labels)] for labels in prediction.label_ids]
+        return {"bleu": self.bleu.corpus_score(translations, [references]).score}
+
+    @property
+    def signature(self) -> str:
+        return str(self.bleu.get_signature())
+
+
+def write_results(trainer: Seq2SeqTrainer, metrics: dict, prefix: str, bleu: BleuMetric) -> None:
+    if f"{prefix}_bleu" in metrics:
+        metrics[f"{prefix}_bleu_signature"] = bleu.signature
+    trainer.log_metrics(prefix, metrics)
+    trainer.save_metrics(prefix, metrics)
+
+
+def predict(trainer: Seq2SeqTrainer, dataset: Dataset, bleu: BleuMetric) -> None:
+    prediction = trainer.predict(dataset, metric_key_prefix="predict")
+    metrics = {**prediction.metrics, "predict_samples": len(dataset)}
+    write_results(trainer, metrics, "predict", bleu)
+    if trainer.is_world_process_zero():
+        translations = bleu.decode(prediction.predictions)
+        path = Path(trainer.args.output_dir, "generated_predictions.txt")
+        path.write_text("\n".join(translations) + "\n", encoding="utf-8")
+        for source, translation in list(zip(dataset["source"], translations, strict=True))[:3]:
+            print(f"\n{source}\n-> {translation}")
+
+
+def check_arguments(training_args: Seq2SeqTrainingArguments) -> None:
+    if training_args.do_predict and not training_args.predict_with_generate:
+        raise ValueError(
+            "`do_predict` translates, and needs `predict_with_generate` (got False). Add "
+            "--predict_with_generate."
+        )
+
+
+def main(args: list[str] | None = None) -> None:
+    model_args, data_args, gating_args, training_args = parse_arguments(
+        args, ModelArguments, DataTrainingArguments, GatingArguments, Seq2SeqTrainingArguments
+    )
+    set_up_logging(training_args, logger)
+    check_arguments(training_args)
+    checkpoint = find_checkpoint(training_args)
+
+    tokenizer = load_tokenizer(model_args, checkpoint)
+    max_samples = {}
+    if training_args.do_train or tokenizer is None:
+        max_samples["train"] = data_args.max_train_samples
+    if training_args.do_eval or gating_args.eval_budgets:
+        max_samples["validation"] = data_args.max_eval_samples
+    if training_args.do_predict:
+        max_samples["test"] = data_args.max_predict_samples
+    pairs = {split: load_pairs(data_args, split) for split in max_samples}
+    if tokenizer is None:
+        tokenizer = train_tokenizer(pairs["train"], model_args.vocab_size)
+    if tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer must have a pad_token and an eos_token, for the decoder to begin and end "
+            f"with (got {tokenizer.pad_token!r} and {tokenizer.eos_token!r})."
+        )
+
+    # The model comes right after the seed, so that variants draw what they share alike.
+    set_seed(training_args.seed)
+    token_fields = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": tokenizer.pad_token_id,
+    }
+    model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, token_fields)
+    check_label_smoothing(training_args, model)
+    with training_args.main_process_first(desc="tokenizing"):
+        sets = {
+            split: tokenize(pairs[split], tokenizer, data_args, most)
+            for split, most in max_samples.items()
+        }
+
+    if data_args.num_beams is not None:
+        training_args.generation_num_beams = data_args.num_beams
+    if training_args.generation_max_length is None:
+        training_args.generation_max_length = data_args.max_target_length
+    bleu = BleuMetric(tokenizer, [sets[split] for split in ("validation", "test") if split in sets])
+    on_tensor_cores = (training_args.fp16 or training_args.bf16) and not training_args.use_cpu
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=sets["train"] if training_args.do_train else None,
+        eval_dataset=sets.get("validation"),
+        compute_metrics=bleu if training_args.predict_with_generate else None,
+        processing_class=tokenizer,
+        # Tensor cores want lengths that are multiples of 8.
+        data_collator=DataCollatorForSeq2Seq(
+            tokenizer, model=model, pad_to_multiple_of=8 if on_tensor_cores else None
+        ),
+        callbacks=gating_callbacks(gating_args, model),
+    )
+    if training_args.do_train:
+        train(trainer, checkpoint)
+    # With group_by_length the evaluation, too, would leave the order of the file.
+    trainer.args.train_sampling_strategy = "random"
+    if training_args.do_eval:
+        metrics = {**trainer.evaluate(), "eval_samples": len(sets["validation"])}
+        write_results(trainer, metrics, "eval", bleu)
+    if gating_args.eval_budgets:
+        evaluate_at_budgets(trainer, {"validation": sets["validation"]})
+    if training_args.do_predict:
+        predict(trainer, sets["test"], bleu)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(tasks="translation")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""What the example scripts that train on text files share: files, tokenizer, model, `Trainer` runs."""
+
+import gzip
+import json
+import logging
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import transformers
+from gating_arguments import GatingArguments, convert, optional
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ModelArguments:
+    """Which checkpoint to start from, or what to build from scratch; and the tokenizer."""
+
+    model_name_or_path: str | None = optional(
+        "Path of a pretrained model, or its name on the Hub. Default: from scratch."
+    )
+    model_type: str | None = optional("From scratch: the kind of model.")
+    config_overrides: str | None = optional(
+        "From scratch: fields of the model's config, such as n_layer=4,n_embd=256."
+    )
+    tokenizer_name: str | None = optional(
+        "Path or name of the tokenizer. Default: the checkpoint's; from scratch, one trained on the "
+        "training text and saved with the model."
+    )
+    vocab_size: int = field(
+        default=8192, metadata={"help": "Most entries of a tokenizer that is trained."}
+    )
+    cache_dir: str | None = optional("Folder for what is downloaded from the Hub.")
+    model_revision: str = field(
+        default="main", metadata={"help": "Branch, tag or commit of the model on the Hub."}
+    )
+    token: str | None = optional("Access token for the Hub.")
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run model code that comes with a checkpoint."}
+    )
+
+    def __post_init__(self):
+        if (self.model_name_or_path is None) == (self.model_type is None):
+            raise ValueError(
+                "Give either `model_name_or_path`, to start from a checkpoint, or `model_type`, to "
+                f"start from scratch (got {self.model_name_or_path!r} and {self.model_type!r})."
+            )
+        if self.model_name_or_path is not None and self.config_overrides is not None:
+            raise ValueError(
+                "`config_overrides` describes a model from scratch and needs `model_type`, not "
+                f"`model_name_or_path` (got {self.config_overrides!r})."
+            )
+
+    def hub_kwargs(self) -> dict:
+        return {
+            "cache_dir": self.cache_dir,
+            "revision": self.model_revision,
+            "token": self.token,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
+def parse_arguments(args: list[str] | None, *classes: type):
+    """The command line, or the one JSON file that it names, as instances of the dataclasses."""
+    args = sys.argv[1:] if args is None else args
+    parser = HfArgumentParser(classes)
+    if len(args) == 1 and args[0].endswith(".json"):
+        return parser.parse_json_file(args[0])
+    return parser.parse_args_into_dataclasses(args)
+
+
+def set_up_logging(training_args: TrainingArguments, *loggers: logging.Logger) -> None:
+    logging.basicConfig(
+        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
+        datefmt="%m/%d/%Y %H:%M:%S",
+        handlers=[logging.StreamHandler(sys.stdout)],
+    )
+    if training_args.should_log:
+        # The default --log_level, "passive", keeps what is set here.
+        transformers.utils.logging.set_verbosity_info()
+    level = training_args.get_process_log_level()
+    for each in (logger, *loggers):
+        each.setLevel(level)
+    datasets.utils.logging.set_verbosity(level)
+    transformers.utils.logging.set_verbosity(level)
+    logger.info(f"Training parameters: {training_args}")
+
+
+def find_checkpoint(training_args: TrainingArguments) -> str | None:
+    """The checkpoint to resume from: the one asked for, or the last one in `output_dir`."""
+    if training_args.resume_from_checkpoint is not None:
+        return training_args.resume_from_checkpoint
+    if not (training_args.do_train and Path(training_args.output_dir).is_dir()):
+        return None
+    checkpoint = get_last_checkpoint(training_args.output_dir)
+    if checkpoint is not None:
+        logger.info(f"Resuming from {checkpoint}; to train anew, give another --output_dir.")
+    return checkpoint
+
+
+def read_lines(path: str, flag: str) -> list[str]:
+    """The lines of a UTF-8 text file, plain or .gz, with their ends.
+
+    Raises:
+        ValueError: there is no such file, or it is empty; the message names `flag`.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"`{flag}` must be a text file, plain or .gz (got {path}: no such file).")
+    opened = gzip.open if path.endswith(".gz") else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        lines = list(file)
+    if not lines:
+        raise ValueError(f"`{flag}` must hold text (got {path}, which is empty).")
+    return lines
+
+
+def load_tokenizer(model_args: ModelArguments, checkpoint: str | None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that the flags or a checkpoint to resume from name; None: one is to be trained."""
+    name = model_args.tokenizer_name or model_args.model_name_or_path
+    if name is not None:
+        return AutoTokenizer.from_pretrained(name, **model_args.hub_kwargs())
+    return None if checkpoint is None else AutoTokenizer.from_pretrained(checkpoint)
+
+
+def train_byte_level_bpe(
+    texts: Iterable[str], vocab_size: int, special_tokens: list[str], *, add_prefix_space: bool
+) -> Tokenizer:
+    """GPT-2's kind of tokenizer: no text is unknown to it, and decoding gives the text back.
+
+    Args:
+        texts: training text; the same texts give the same vocabulary.
+        vocab_size: most entries wanted: special tokens, 256 bytes, and merges.
+        special_tokens: they get the ids from 0 on.
+        add_prefix_space: read a text as if a space stood before it, so that its first word has the
+            entry that it has elsewhere.
+
+    Raises:
+        ValueError: `vocab_size` leaves no room for merges.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    minimum = len(alphabet) + len(special_tokens) + 1
+    if vocab_size < minimum:
+        raise ValueError(
+            f"`vocab_size` must be at least {minimum}, for {len(alphabet)} bytes, special tokens and "
+            f"merges (got {vocab_size})."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_model(
+    auto_class: type,
+    model_args: ModelArguments,
+    gating_args: GatingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    token_fields: dict,
+) -> PreTrainedModel:
+    """The model to train.
+
+    Args:
+        auto_class: such as `AutoModelForCausalLM`.
+        token_fields: config fields that follow from the tokenizer, for a model from scratch.
+    """
+    if model_args.model_name_or_path is None:
+        fields = _config_fields(model_args, gating_args, token_fields)
+        model = auto_class.from_config(AutoConfig.for_model(model_args.model_type, **fields))
+        logger.info(f"A new {type(model).__name__} with {model.num_parameters():,} parameters.")
+        return model
+    model = auto_class.from_pretrained(model_args.model_name_or_path, **model_args.hub_kwargs())
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer))
+    return convert(model, gating_args)
+
+
+def _config_fields(model_args: ModelArguments, gating_args: GatingArguments, token_fields: dict) -> dict:
+    """The fields of a config from scratch, under the names that its class has for them."""
+    default = AutoConfig.for_model(model_args.model_type)
+    fields = {}
+    for origin, given in (
+        ("`config_overrides`", _parse_overrides(model_args.config_overrides)),
+        ("the gating flags", gating_args.all_config_fields()),
+        ("the tokenizer", token_fields),
+    ):
+        for alias, value in given.items():
+            name = default.attribute_map.get(alias, alias)
+            if not hasattr(default, name) and alias not in token_fields:
+                raise ValueError(
+                    f"`{alias}` must be a field of {type(default).__name__}, the config of "
+                    f"`model_type` {model_args.model_type} (got it from {origin}). Gates need a "
+                    "moa_ model."
+                )
+            if fields.setdefault(name, value) != value:
+                raise ValueError(
+                    f"`{alias}` must have one value (got {fields[name]!r}, and {value!r} from "
+                    f"{origin}). Give it once."
+                )
+    return fields
+
+
+def _parse_overrides(overrides: str | None) -> dict:
+    """`"n_layer=4,n_embd=256"` -> `{"n_layer": 4, "n_embd": 256}`."""
+    fields = {}
+    for item in (overrides or "").split(","):
+        if not item.strip():
+            continue
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not (name and equals and value):
+            raise ValueError(
+                "`config_overrides` must be a list like n_layer=4,n_embd=256 (got "
+                f"{item!r} in {overrides!r})."
+            )
+        words = {"true": True, "false": False, "none": None}
+        try:
+            fields[name] = words[value.lower()] if value.lower() in words else json.loads(value)
+        except json.JSONDecodeError:
+            fields[name] = value
+    return fields
+
+
+def has_auxiliary_loss(model: PreTrainedModel) -> bool:
+    """Whether training adds a loss of routers or budgets to that of the task."""
+    config = model.config
+    return (
+        getattr(config, "attention_type", "mha") == "moa"
+        or getattr(config, "ffn_type", "dense") == "moe"
+        or bool(getattr(config, "cct_budgets", None))
+    )
+
+
+def check_label_smoothing(training_args: TrainingArguments, model: PreTrainedModel) -> None:
+    """With label smoothing `Trainer` computes the loss itself, from the logits alone.
+
+    Raises:
+        ValueError: the model has an auxiliary loss, which would be left out.
+    """
+    factor = training_args.label_smoothing_factor
+    if factor > 0 and has_auxiliary_loss(model):
+        raise ValueError(
+            "`label_smoothing_factor` must be 0 for a model with MoA, MoE or CCT: `Trainer` would "
+            "leave out their auxiliary loss, and routers and budgets would not be trained "
+            f"(got {factor})."
+        )
+
+
+def train(trainer: Trainer, checkpoint: str | None) -> None:
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
+    trainer.save_model()
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()

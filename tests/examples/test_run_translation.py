@@ -1,0 +1,301 @@
+"""`examples/run_translation.py` end to end: a tiny T5 on a few made-up pairs, a few steps on the CPU."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import run_translation
+import sacrebleu
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    EvalPrediction,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import hf_moa
+
+SCRIPT = Path(run_translation.__file__)
+SIZES = "d_model=32,d_kv=8,num_heads=4,d_ff=64,num_layers=2"
+PAIRS = [("the", "die"), ("dog", "Dögge"), ("cat", "Katze"), ("red", "rote"), ("small", "kleine")]
+PAIRS += [("sees", "sieht"), ("runs", "läuft"), ("jumps", "springt")]
+
+
+def made_up_pairs(num_pairs, offset):
+    for i in range(offset, offset + num_pairs):
+        words = [0, 3 + i % 2, 1 + i // 2 % 2, 5 + i % 3]
+        yield tuple(" ".join(PAIRS[w][side] for w in words) + "." for side in (0, 1))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs")
+    for split, number, offset in (("train", 48, 0), ("validation", 7, 48), ("test", 5, 60)):
+        for side, language in enumerate(("en", "de")):
+            text = "".join(f"{pair[side]}\n" for pair in made_up_pairs(number, offset))
+            if split == "train":
+                with gzip.open(path / f"{split}.{language}.gz", "wt", encoding="utf-8") as file:
+                    file.write(text)
+            else:
+                (path / f"{split}.{language}").write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def arguments(files, tmp_path):
+    return {
+        "model_type": "moa_t5",
+        "config_overrides": SIZES,
+        "train_source": str(files / "train.en.gz"),
+        "train_target": str(files / "train.de.gz"),
+        "validation_source": str(files / "validation.en"),
+        "validation_target": str(files / "validation.de"),
+        "test_source": str(files / "test.en"),
+        "test_target": str(files / "test.de"),
+        "vocab_size": 300,
+        "max_target_length": 12,
+        "output_dir": str(tmp_path / "out"),
+        "do_train": True,
+        "do_eval": True,
+        "predict_with_generate": True,
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+
+
+def command_line(arguments):
+    """`{"a": [1, 2], "b": None}` -> `["--a", "1", "2"]`."""
+    args = []
+    for name, value in arguments.items():
+        if value is not None:
+            args += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return args
+
+
+def read_json(arguments, name):
+    return json.loads(Path(arguments["output_dir"], name).read_text(encoding="utf-8"))
+
+
+def saved_model(arguments):
+    return AutoModelForSeq2SeqLM.from_pretrained(arguments["output_dir"])
+
+
+def translate(arguments, texts, **generate):
+    """By hand, from the saved model and tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(arguments["output_dir"])
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    generated = saved_model(arguments).generate(**inputs, max_length=12, **generate)
+    return [text.strip() for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
+
+
+def test_as_a_script_with_arguments_from_a_json_file(arguments, tmp_path):
+    (tmp_path / "arguments.json").write_text(json.dumps({**arguments, "do_predict": True}))
+    # The repository's own package, installed or not.
+    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, SCRIPT, tmp_path / "arguments.json"], check=True, env=env)
+    assert type(saved_model(arguments)) is hf_moa.MoaT5ForConditionalGeneration
+    assert read_json(arguments, "predict_results.json")["predict_samples"] == 5
+
+
+def test_it_learns_to_translate_and_bleu_is_that_of_the_files(arguments):
+    arguments.update(
+        attention_type="mae",
+        do_predict=True,
+        num_beams=2,
+        max_steps=60,
+        learning_rate=1e-2,
+        per_device_train_batch_size=16,
+    )
+    run_translation.main(command_line(arguments))
+    sources, references = zip(*made_up_pairs(5, 60), strict=True)
+    predictions = Path(arguments["output_dir"], "generated_predictions.txt").read_text(encoding="utf-8")
+    predictions = predictions.splitlines()
+    assert predictions == translate(arguments, list(sources), num_beams=2)
+    results = read_json(arguments, "predict_results.json")
+    expected = sacrebleu.corpus_bleu(predictions, [references])
+    assert results["predict_bleu"] == pytest.approx(expected.score)
+    assert results["predict_bleu"] > 50
+    assert results["predict_bleu_signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|")
+    assert "eval_bleu_signature" in read_json(arguments, "eval_results.json")
+
+
+def test_tokenizer_has_the_ids_of_t5_and_loses_nothing(arguments):
+    run_translation.main(command_line({**arguments, "max_steps": 1, "do_eval": False}))
+    tokenizer = AutoTokenizer.from_pretrained(arguments["output_dir"])
+    assert tokenizer.convert_tokens_to_ids(["<pad>", "</s>", "<unk>"]) == [0, 1, 2]
+    config = saved_model(arguments).config
+    assert (config.pad_token_id, config.eos_token_id, config.decoder_start_token_id) == (0, 1, 0)
+    text = "die Dögge, (sieht) 日本 “rote”."
+    ids = tokenizer(text)["input_ids"]
+    assert ids[-1] == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == text
+
+
+def test_references_are_found_in_any_order_and_are_not_cut_off(arguments):
+    pairs = run_translation.load_pairs(
+        run_translation.DataTrainingArguments(**only_data(arguments)), "test"
+    )
+    tokenizer = run_translation.train_tokenizer(pairs, 300)
+    data_args = run_translation.DataTrainingArguments(max_target_length=6)
+    dataset = run_translation.tokenize(pairs, tokenizer, data_args, None)
+    metric = run_translation.BleuMetric(tokenizer, [dataset])
+    labels = np.full((5, 9), -100)
+    for row, i in zip(labels, (3, 0, 4, 1, 2), strict=True):
+        row[:6] = dataset["labels"][i]
+    labels[labels[:, 6:].sum() :, 7] = tokenizer.pad_token_id
+    whole = tokenizer([pairs["target"][i] for i in (3, 0, 4, 1, 2)], padding=True, return_tensors="np")
+    predictions = np.pad(whole["input_ids"], ((0, 0), (0, 2)), constant_values=-100)
+    assert metric(EvalPrediction(predictions, labels))["bleu"] == pytest.approx(100)
+
+
+def only_data(arguments):
+    names = run_translation.DataTrainingArguments.__dataclass_fields__
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def test_predictions_are_in_the_order_of_the_file(arguments):
+    """Grouping by length, for less padding in training, must not reorder them."""
+    arguments.update(do_predict=True, max_steps=2)
+    arguments.update(train_sampling_strategy="group_by_length", eval_strategy="steps", eval_steps=1)
+    run_translation.main(command_line(arguments))
+    predictions = Path(arguments["output_dir"], "generated_predictions.txt").read_text(encoding="utf-8")
+    sources = [source for source, _ in made_up_pairs(5, 60)]
+    assert predictions.splitlines() == translate(arguments, sources)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_type": "mae", "mae_num_dropped_heads": 2},
+        {
+            "attention_type": "moa",
+            "num_attention_experts": 6,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "ffn_type": "moe",
+            "num_ffn_experts": 3,
+        },
+    ],
+    ids=["mae", "moa"],
+)
+def test_gated_from_scratch(arguments, fields):
+    if "num_attention_heads" in fields:
+        arguments["config_overrides"] = SIZES.replace("num_heads=4,", "")
+    run_translation.main(command_line({**arguments, **fields}))
+    config = saved_model(arguments).config
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert (config.d_model, config.num_layers, config.num_decoder_layers) == (32, 2, 2)
+
+
+def test_cct_is_evaluated_at_each_budget(arguments):
+    arguments.update(attention_type="mha", cct_budgets=[1, 0.5], eval_budgets=True)
+    run_translation.main(command_line(arguments))
+    rows = read_json(arguments, "budget_results_validation.json")
+    assert [row["budget"] for row in rows] == [1.0, 0.5]
+    # The default budget is the largest.
+    assert rows[0]["eval_bleu"] == read_json(arguments, "eval_results.json")["eval_bleu"]
+
+
+def test_label_smoothing_without_auxiliary_loss(arguments):
+    arguments.update(attention_type="mae", label_smoothing_factor=0.1, max_steps=1)
+    run_translation.main(command_line(arguments))
+    assert read_json(arguments, "eval_results.json")["eval_loss"] > 0
+
+
+def test_plain_model_type(arguments):
+    run_translation.main(command_line({**arguments, "model_type": "t5"}))
+    assert type(saved_model(arguments)) is T5ForConditionalGeneration
+    assert read_json(arguments, "eval_results.json")["eval_bleu"] >= 0
+
+
+def test_checkpoint_is_converted_and_translates_as_before(arguments, tmp_path):
+    pairs = run_translation.load_pairs(
+        run_translation.DataTrainingArguments(**only_data(arguments)), "train"
+    )
+    tokenizer = run_translation.train_tokenizer(pairs, 300)
+    tokenizer.save_pretrained(tmp_path / "checkpoint")
+    config = T5Config(
+        d_model=32,
+        d_kv=8,
+        num_heads=4,
+        d_ff=64,
+        num_layers=2,
+        vocab_size=len(tokenizer),
+        decoder_start_token_id=0,
+    )
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "checkpoint")
+    arguments.update(
+        model_type=None,
+        config_overrides=None,
+        model_name_or_path=str(tmp_path / "checkpoint"),
+        source_prefix="translate English to German: ",
+        do_train=False,
+        do_predict=True,
+    )
+    results = []
+    for attention_type in ("none", "mae"):
+        run_translation.main(command_line({**arguments, "attention_type": attention_type}))
+        translations = Path(arguments["output_dir"], "generated_predictions.txt").read_text("utf-8")
+        results.append((translations, read_json(arguments, "predict_results.json")["predict_loss"]))
+    assert results[1][0] == results[0][0]
+    assert results[1][1] == pytest.approx(results[0][1], rel=1e-5)
+    arguments.update(do_train=True, attention_type="mae", max_steps=1)
+    run_translation.main(command_line(arguments))
+    assert saved_model(arguments).config.attention_type == "mae"
+
+
+def test_stopped_run_resumes_as_if_it_had_not_stopped(arguments, tmp_path):
+    arguments.update(
+        attention_type="mae",
+        lr_scheduler_type="constant",
+        save_strategy="steps",
+        save_steps=2,
+        do_eval=False,
+    )
+    whole = {**arguments, "max_steps": 4, "output_dir": str(tmp_path / "whole")}
+    run_translation.main(command_line(whole))
+    run_translation.main(command_line({**arguments, "max_steps": 2}))
+    run_translation.main(command_line({**arguments, "max_steps": 4}))
+    expected = saved_model(whole).state_dict()
+    for name, value in saved_model(arguments).state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"validation_target": None}, "`validation_target` is needed"),
+        ({"train_source": "nowhere.en"}, r"`train_source` must be a text file.*nowhere.en"),
+        ({"do_predict": True, "predict_with_generate": False}, "needs `predict_with_generate`"),
+        ({"config_overrides": "n_layer=2"}, "`n_layer` must be a field of MoaT5Config"),
+        ({"mae_num_dropped_heads": 2}, "`mae_num_dropped_heads` .*need `attention_type`"),
+        ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT gates"),
+        (
+            {"attention_type": "moa", "label_smoothing_factor": 0.1},
+            r"`label_smoothing_factor` must be 0 .*auxiliary loss.*got 0.1",
+        ),
+    ],
+)
+def test_arguments_that_cannot_work_are_errors(arguments, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run_translation.main(command_line({**arguments, **changes}))
+
+
+def test_files_of_other_lengths_are_an_error(arguments, files):
+    arguments["test_target"] = str(files / "validation.de")
+    with pytest.raises(ValueError, match=r"equally many lines .got .*5.*7"):
+        run_translation.main(command_line({**arguments, "do_predict": True}))
