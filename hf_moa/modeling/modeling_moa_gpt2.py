@@ -240,18 +240,19 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         budget: float | Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MoaCausalLMOutput:
         """
         Args:
             labels: `[B, T]` int64, usually `input_ids`; the model shifts them. -100 is ignored.
-            shift_labels: `[B, T]` int64, labels that are shifted already, in the place of those that
-                `labels` would give (as `Trainer` hands them out where it splits sequences).
             logits_to_keep: compute the logits of this many last positions (0: all), or of the
                 positions in a 1-D tensor.
             num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
+            kwargs: among others `shift_labels` `[B, T]`, labels that are shifted already, in the place
+                of what `labels` give (as `Trainer` hands them out where it splits sequences).
         """
+        # no parameter of its own: `Trainer` takes every one with "label" in its name for required
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.transformer(
             input_ids,
             past_key_values=past_key_values,

@@ -17,6 +17,7 @@ from families import (
     main_output,
 )
 from transformers import AutoConfig, AutoModel
+from transformers.utils import find_labels
 
 import hf_moa
 from hf_moa.modeling.outputs import GatingOutput, GatingSeq2SeqOutput
@@ -364,6 +365,12 @@ def test_problem_types_follow_the_backbone(name, num_labels, problem, labels):
         model(**inputs, labels=labels).loss, reference(**inputs, labels=labels).loss
     )
     assert model.config.problem_type == problem
+
+
+@each_class
+def test_trainer_finds_the_labels_of_the_backbone(case):
+    """`Trainer` takes every parameter of `forward` with "label" in its name for one it needs."""
+    assert find_labels(case.gated) == find_labels(case.plain)
 
 
 # --- tools of PyTorch -----------------------------------------------------------------------------
