@@ -6,6 +6,7 @@ model = upcycle("google-bert/bert-base-uncased", attention_type="mae")
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import fields
 from typing import Any
@@ -214,6 +215,8 @@ def _build(
             f"{new}, unexpected {list(report['unexpected_keys'])}, of other shape "
             f"{list(report['mismatched_keys'])}."
         )
+    if source.can_generate():
+        model.generation_config = copy.deepcopy(source.generation_config)
     return model.to(source.device).eval()
 
 

@@ -156,6 +156,17 @@ def test_base_model_without_a_pooler():
     torch.testing.assert_close(run(model), run(source))
 
 
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_generation_settings_are_kept(name, tmp_path):
+    source = CASE[name].build_plain()
+    source.generation_config.num_beams = 4
+    source.save_pretrained(tmp_path)
+    for model in (upcycle(source, "mae"), upcycle(tmp_path, "mae")):
+        assert model.generation_config.num_beams == 4
+        model.generation_config.num_beams = 2
+    assert source.generation_config.num_beams == 4
+
+
 def test_result_shares_no_memory_with_the_source():
     source = source_of()
     model = upcycle(source, "mae")

@@ -60,11 +60,10 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
         factor, d = self.config.initializer_factor, self.config.d_model
         if isinstance(module, MoaT5Attention):
             query_std, output_std = self._attention_init_std()
-            if not module.is_moa:  # experts initialise themselves
-                init.normal_(module.q.weight, std=query_std)
-                init.normal_(module.o.weight, std=output_std)
-            for projection in (module.k, module.v):
-                init.normal_(projection.weight, std=factor * d**-0.5)
+            stds = {"q": query_std, "k": factor * d**-0.5, "v": factor * d**-0.5, "o": output_std}
+            for name, std in stds.items():  # in T5's order, for equal numbers under one seed
+                if isinstance(getattr(module, name), nn.Linear):  # experts initialise themselves
+                    init.normal_(getattr(module, name).weight, std=std)
             if module.has_relative_attention_bias:
                 init.normal_(module.relative_attention_bias.weight, std=factor * d**-0.5)
         elif isinstance(module, MoaT5PreTrainedModel):

@@ -163,6 +163,16 @@ def test_plain_parameters_start_as_the_backbones_do(case, fields):
 
 
 @each_class
+def test_plain_model_starts_with_the_backbones_numbers(case):
+    torch.manual_seed(0)
+    plain = case.plain(case.family.plain_config_class(**case.family.tiny | case.fields)).state_dict()
+    torch.manual_seed(0)
+    gated = case.gated(case.config()).state_dict()
+    for name, tensor in plain.items():
+        assert torch.equal(gated[name], tensor), name
+
+
+@each_class
 def test_mismatched_head_can_be_replaced(case, tmp_path):
     if case.task not in ("SequenceClassification", "TokenClassification"):
         pytest.skip("no head that depends on the number of labels")
