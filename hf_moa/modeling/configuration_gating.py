@@ -161,6 +161,7 @@ class GatingConfig:
         _check_choice(self, "ffn_type", FFN_TYPES)
         _check_choice(self, "cct_execution", CCT_EXECUTIONS)
         for name in (
+            "num_attention_heads",
             "mae_num_dropped_heads",
             "mae_gate_hidden_size",
             "num_ffn_experts",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import T5Config
 
-from .configuration_gating import GatingConfig, fail, is_budget
+from .configuration_gating import GatingConfig, check_int, fail, is_budget
 
 
 class MoaT5Config(GatingConfig, T5Config):
@@ -53,6 +53,10 @@ class MoaT5Config(GatingConfig, T5Config):
             # as a JSON file has them
             self.cct_budgets = [list(b) if isinstance(b, tuple) else b for b in self.cct_budgets]
         super().__post_init__(**kwargs)
+
+    def validate_gating(self) -> None:
+        super().validate_gating()
+        check_int(self, "d_kv", minimum=1)
 
     def validate_budgets(self) -> None:
         """Check `cct_budgets`: a non-empty list of numbers in (0, 1], or of pairs of such."""

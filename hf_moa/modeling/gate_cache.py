@@ -118,7 +118,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
             raise ValueError(
                 f"tokens_to_remove must be at most {CROP_RESERVE}, the inputs that the gates hold "
                 f"beyond their window (got {tokens_to_remove}). Call "
-                "`past_key_values.activate_past_recording()` before filling the cache to hold all."
+                "`past_key_values.activate_past_recording()` after the first forward to hold all."
             )
         self._apply(lambda state: state[:, : -abs(tokens_to_remove)])
 

@@ -121,6 +121,9 @@ SHARED_BAD = [
 FAMILY_BAD = [
     (GPT2, {"n_embd": "32"}, "n_embd", "32"),
     (GPT2, {"head_dim": 16}, "head_dim", "16"),
+    (GPT2, {"n_head": 0}, "num_attention_heads", "0"),
+    (T5, {"num_heads": 0}, "num_attention_heads", "0"),
+    (T5, {"d_kv": 0}, "d_kv", "0"),
     (GPT2, {"n_head": 5}, "num_attention_heads", "5"),
     (GPT2, {"cct_budgets": [[1, 1]]}, "cct_budgets", "[1, 1]"),
     (T5, {"d_model": "32"}, "d_model", "32"),
