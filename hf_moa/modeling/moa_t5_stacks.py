@@ -20,11 +20,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .budgets import BudgetIndex, BudgetList
+from .cct import ControlNetwork
 from .configuration_moa_t5 import MoaT5Config
 from .gate_step import only_gates_learn_in_gate_phase
 from .gated_model import GatedModel, padding_mask_of
+from .mae import MaeGate
 from .moa_t5_layers import MoaT5Attention, MoaT5Block
 from .outputs import MoaBaseModelOutput, collect_gating, merge_gating
+from .routing import TopKRouter
 
 
 class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
@@ -58,6 +61,12 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         factor, d = self.config.initializer_factor, self.config.d_model
+        if isinstance(module, (MaeGate, TopKRouter, ControlNetwork)):
+            # transformers' default for T5 is a standard deviation of 1, which saturates a gate
+            for name, linear in module.named_children():
+                neutral = name == "out" and (isinstance(module, MaeGate) or module.starts_open)
+                if isinstance(linear, nn.Linear) and not neutral:
+                    init.normal_(linear.weight, std=0.02 * factor)
         if isinstance(module, MoaT5Attention):
             query_std, output_std = self._attention_init_std()
             stds = {"q": query_std, "k": factor * d**-0.5, "v": factor * d**-0.5, "o": output_std}

@@ -268,3 +268,18 @@ def test_exactly_one_of_ids_and_embeddings():
         model(decoder_input_ids=ids)
     with pytest.raises(ValueError, match="use_cache"):
         model.encoder(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["mae-1", "moa-noisy", "cct", "cct-plain"])
+def test_gates_start_unsaturated(name):
+    torch.manual_seed(0)
+    model = LM.gated(T5.config(**T5.variants[name]))
+    ends = ("gate.dense", "router.gate", "router.noise", "control.dense", "control.out")
+    weights = {
+        key: parameter
+        for key, parameter in model.named_parameters()
+        if key.endswith(tuple(f"{end}.weight" for end in ends))
+    }
+    assert weights
+    for key, weight in weights.items():
+        assert weight.std().item() < 0.03, key
