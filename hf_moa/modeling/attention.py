@@ -162,7 +162,7 @@ class GatedAttention(nn.Module):
         gates = None if self.cct is None else self.cct.gates(hidden_states, source)
         query, key, value = self.project(hidden_states, source, mix)
         query = query.transpose(1, 2)
-        key, value = self._key_value(key, value, gates, past_key_values)
+        key, value = self._key_value(key, value, gates, past_key_values, hidden_states.device)
         heads = query.shape[1]
         if self.num_kv_heads == 1 and heads > 1:
             # stride 0: one set of keys serves every head, whatever the implementation
@@ -188,6 +188,17 @@ class GatedAttention(nn.Module):
             kv_mask = encoder_padding_mask if self.is_cross_attention else padding_mask
             record |= self._cct_record(gates, padding_mask, kv_mask, past_key_values)
         return AttentionResult(context, attentions, mix, record)
+
+    def prepare_cache(self, past_key_values: Cache) -> None:
+        """Make an empty cache able to hold what this layer's gates remember.
+
+        Raises:
+            ValueError: it is of a kind that cannot.
+        """
+        if self.mixture.remembers:
+            gated_layer(past_key_values, self.layer_idx)
+        if self.cct is not None:
+            gated_layer(past_key_values, self.layer_idx, cross=self.is_cross_attention)
 
     def attention_function(self) -> Callable:
         """The attention implementation that the model is set to."""
@@ -223,7 +234,12 @@ class GatedAttention(nn.Module):
         return encoder_hidden_states
 
     def _key_value(
-        self, key: Tensor | None, value: Tensor | None, gates: Any, past_key_values: Cache | None
+        self,
+        key: Tensor | None,
+        value: Tensor | None,
+        gates: Any,
+        past_key_values: Cache | None,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, num_kv_heads, S, dh]`, of the projected ones and the cache."""
         cache = past_key_values
@@ -233,16 +249,15 @@ class GatedAttention(nn.Module):
             )
         if key is None:
             layer = cache.layers[self.layer_idx]
-            return layer.keys, layer.values
+            # an offloaded cache brings back only the layers that are updated
+            return layer.keys.to(device), layer.values.to(device)
         if gates is not None:
             key, value = self.cct.gate_key_value(key, value, gates.kv)
         key, value = (
             x.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2) for x in (key, value)
         )
         if cache is not None:
-            if gates is not None:
-                # before the plain layer takes the first keys
-                gated_layer(past_key_values, self.layer_idx, cross=self.is_cross_attention)
+            self.prepare_cache(past_key_values)  # before a plain layer takes the first keys
             key, value = cache.update(key, value, self.layer_idx)
             if self.is_cross_attention:
                 past_key_values.is_updated[self.layer_idx] = True

@@ -4,12 +4,11 @@ model (Bapna et al. 2020)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from .configuration_gating import is_budget
 
 
 class BudgetIndex(NamedTuple):
@@ -61,7 +60,7 @@ class BudgetList:
         """
         is_pair = self.width > 1 and isinstance(budget, (list, tuple))
         values = tuple(budget) if is_pair else (budget,) * self.width
-        if len(values) == self.width and all(is_budget(value) for value in values):
+        if len(values) == self.width and all(map(_is_number, values)):
             for i, row in enumerate(self.distinct):
                 if all(abs(known - value) < 1e-6 for known, value in zip(row, values, strict=True)):
                     return i
@@ -179,3 +178,7 @@ class BudgetControl(nn.Module):
         if isinstance(budget, Tensor) and budget.ndim == 2 and budget.shape[-1] == 2:
             return budget[:, self.half]
         return budget
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

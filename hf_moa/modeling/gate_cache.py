@@ -2,7 +2,8 @@
 
 A causal MAE gate averages a window of past inputs, and CCT counts the keys that were not skipped.
 Both live in the cache's layers, so that every operation that moves the keys (beam reorder, crop,
-repeat, select, offload, reset) moves them too.
+repeat, select, reset) moves them too. Only offloading does not: a window is small beside the keys,
+and is needed before they are.
 """
 
 from __future__ import annotations
@@ -41,15 +42,6 @@ class _GateStates:
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self.states = {name: function(state) for name, state in self.states.items()}
-
-    def offload(self) -> None:
-        super().offload()
-        self._apply(lambda state: state.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        super().prefetch()
-        if self.is_initialized:
-            self._apply(lambda state: state.to(self.device, non_blocking=True))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -108,19 +100,18 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         length = self.get_seq_length()
-        super().crop(tokens_to_remove)
-        if tokens_to_remove == 0:
-            return
         left = length - abs(tokens_to_remove)
         needed = left if self._window_size is None else min(left, self._window_size - 1)
         shortest = min((state.shape[1] for state in self.states.values()), default=length)
         if shortest - abs(tokens_to_remove) < needed:
             raise ValueError(
                 f"tokens_to_remove must be at most {CROP_RESERVE}, the inputs that the gates hold "
-                f"beyond their window (got {tokens_to_remove}). Call "
-                "`past_key_values.activate_past_recording()` after the first forward to hold all."
+                f"beyond their window (got {tokens_to_remove}). To hold all, call "
+                "`past_key_values.activate_past_recording()` after the first forward."
             )
-        self._apply(lambda state: state[:, : -abs(tokens_to_remove)])
+        super().crop(tokens_to_remove)
+        if tokens_to_remove != 0:
+            self._apply(lambda state: state[:, : -abs(tokens_to_remove)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)

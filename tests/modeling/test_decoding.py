@@ -10,9 +10,11 @@ import torch
 from common import batch, randomize
 from families import BERT, CASE, Case
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from hf_moa import MoaBertModel
-from hf_moa.modeling.gate_cache import CROP_RESERVE
+from hf_moa.modeling import gate_cache
+from hf_moa.modeling.gate_cache import CROP_RESERVE, GatedDynamicLayer
 from hf_moa.modeling.gate_norm import GateBatchNorm
 from hf_moa.modeling.mae import MAE_PHASES
 
@@ -298,7 +300,7 @@ def test_window_is_held_and_no_more():
     held = cache.layers[0].states["gate_inputs"]
     assert held.shape == (1, 2 + CROP_RESERVE, 32)
     with pytest.raises(ValueError, match="activate_past_recording"):
-        copy.deepcopy(cache).crop(-CROP_RESERVE - 1)
+        cache.crop(-CROP_RESERVE - 1)  # and leaves it as it was
     cache.crop(-CROP_RESERVE)
     length = 280 - CROP_RESERVE
     actual, _ = decoder(model, ids[:, length:], cache=cache, use_cache=True)
@@ -319,6 +321,38 @@ def test_cache_of_another_model_is_refused():
     gated = decoder.build(attention_type="mae")
     with pytest.raises(ValueError, match="past_key_values"):
         decoder(gated, ids[:, :1], cache=cache, use_cache=True)
+
+
+class _OffloadedLayer(DynamicLayer):
+    """Keys are out of reach between an update and the next prefetch, as those of offloaded caches."""
+
+    def offload(self):
+        self.away = self.keys, self.values
+        self.keys, self.values = self.keys.to("meta"), self.values.to("meta")
+
+    def prefetch(self):
+        self.keys, self.values = self.away
+
+    def update(self, *args, **kwargs):
+        if self.is_initialized:
+            self.prefetch()
+        keys = super().update(*args, **kwargs)
+        self.offload()
+        return keys
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_gates_need_nothing_that_an_offloaded_cache_has_put_away(name, monkeypatch):
+    decoder = Decoder("gpt2")
+    model = decoder.build(**decoder.variants[name])
+    ids, _ = batch(length=12)
+    gated = type("GatedOffloadedLayer", (GatedDynamicLayer, _OffloadedLayer), {})
+    monkeypatch.setitem(gate_cache._GATED, _OffloadedLayer, gated)
+    cache = DynamicCache(config=model.config)
+    cache.layers = [_OffloadedLayer() for _ in cache.layers]
+    steps = [decoder(model, ids[:, t : t + 3], cache=cache, use_cache=True)[0] for t in range(0, 12, 3)]
+    assert {layer.keys.device.type for layer in cache.layers} == {"meta"}
+    assert_equal(torch.cat(steps, dim=1), decoder(model, ids)[0])
 
 
 # T5 returns the cache that it was given, and always has cross-attention

@@ -1,9 +1,13 @@
 """`generate` in every mode that transformers offers these backbones: the cache changes no token."""
 
+import numpy as np
 import pytest
 import torch
 from families import CASE
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
+
+from hf_moa.modeling.gate_cache import CROP_RESERVE
 
 GENERATORS = {"gpt2": CASE["GPT2LMHeadModel"], "t5": CASE["T5ForConditionalGeneration"]}
 NAMES = ["mha", "mae-1", "mae-window-3", "moa", "moe", "cct", "mae-cct", "moa-moe-cct"]
@@ -116,6 +120,44 @@ def test_model_assists_itself(case, fields):
     assert torch.equal(actual, expected)
 
 
+@each_family
+def test_lookup_may_reach_further_than_the_gates_hold(case):
+    """Its refused candidates are cropped from the cache at once."""
+    sizes = {"gpt2": {"n_positions": 1200}, "t5": {}}[case.family.name]
+    model = build(case, attention_type="mae", mae_gate_window=3, **sizes)
+    ids = torch.randint(5, 67, (1, 200), generator=torch.Generator().manual_seed(3)).repeat(1, 2)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if case.family.name == "t5":
+        inputs["decoder_input_ids"] = ids
+    expected = model.generate(**inputs, max_new_tokens=5, do_sample=False, use_cache=False)
+    lengths = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append(
+            kwargs["decoder_input_ids" if case.family.name == "t5" else "input_ids"].shape[1]
+        ),
+        with_kwargs=True,
+    )
+    options = {"max_new_tokens": 300, "prompt_lookup_num_tokens": CROP_RESERVE + 50}
+    actual = model.generate(**inputs, do_sample=False, **options)
+    assert max(lengths[1:]) > CROP_RESERVE
+    assert torch.equal(actual[:, : expected.shape[1]], expected)
+
+
+@each_family
+def test_cache_that_cannot_hold_gates_is_refused_before_the_first_step(case):
+    class OtherLayer(DynamicLayer):
+        pass
+
+    model, inputs = build(case, attention_type="mae"), prompt(case)
+    cache = DynamicCache(config=model.config)
+    cache.layers = [OtherLayer() for _ in cache.layers]
+    if case.family.name == "t5":
+        cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+    model.register_forward_pre_hook(lambda *_: pytest.fail("ran"))
+    with pytest.raises(ValueError, match="OtherLayer"):
+        model.generate(**inputs, **LENGTH, past_key_values=cache)
+
+
 @each_generator
 def test_padded_rows_generate_what_they_do_alone(case, fields):
     model, inputs = build(case, **fields), prompt(case)
@@ -126,6 +168,23 @@ def test_padded_rows_generate_what_they_do_alone(case, fields):
             input_ids=ids, attention_mask=torch.ones_like(ids), **LENGTH, do_sample=False
         )
         assert torch.equal(alone[0, -9:], together[b, -9:])
+
+
+@pytest.mark.parametrize("implementation", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", NAMES)
+def test_embeddings_of_the_prompt_generate_what_its_tokens_do(name, implementation):
+    case = GENERATORS["gpt2"]
+    model, inputs = build(case, **case.family.variants[name]), prompt(case)
+    options = {"do_sample": False, "disable_compile": True}
+    expected = model.generate(**inputs, **LENGTH | {"no_repeat_ngram_size": 0}, **options)
+    actual = model.generate(
+        inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]),
+        attention_mask=inputs["attention_mask"],
+        **LENGTH | {"no_repeat_ngram_size": 0},
+        **options,
+        cache_implementation=implementation,
+    )
+    assert torch.equal(actual, expected[:, 7:])
 
 
 @each_family
@@ -208,6 +267,27 @@ def test_budget_of_generation_is_a_pair_for_t5():
     beams = model.generate(**inputs, **LENGTH, do_sample=False, num_beams=2, budget=mixed)
     same = model.generate(**inputs, **LENGTH, do_sample=False, num_beams=2, budget=(1, 0.5))
     assert torch.equal(beams[0], same[0])
+
+
+@each_family
+@pytest.mark.parametrize("kind", [torch.tensor, np.float32], ids=["tensor", "numpy"])
+def test_budget_may_be_a_scalar_of_another_library(case, kind):
+    model, inputs = build(case, cct_budgets=[1, 0.33]), prompt(case)
+    options = {"do_sample": False, "num_beams": 2}
+    expected = model.generate(**inputs, **LENGTH, **options, budget=0.33)
+    assert torch.equal(model.generate(**inputs, **LENGTH, **options, budget=kind(0.33)), expected)
+
+
+@each_family
+@pytest.mark.parametrize("fields", [{}, {"cct_budgets": [1, 0.25]}], ids=["plain", "other-budgets"])
+def test_assistant_keeps_to_its_own_budget(case, fields):
+    model = build(case, cct_budgets=[1, 0.5])
+    inputs = {name: x[:1] for name, x in prompt(case).items()}
+    assistant = case.build(seed=1, **fields).double()
+    expected = model.generate(**inputs, **LENGTH, do_sample=False, budget=0.5)
+    actual = model.generate(**inputs, **LENGTH, do_sample=False, budget=0.5, assistant_model=assistant)
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, model.generate(**inputs, **LENGTH, do_sample=False))
 
 
 def test_selected_experts_rule_generation():
