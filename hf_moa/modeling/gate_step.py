@@ -35,17 +35,26 @@ def only_gates_learn_in_gate_phase(forward: Callable) -> Callable:
 @contextmanager
 def detached_parameters(module: nn.Module) -> Iterator[None]:
     """Replace every parameter outside `MaeGate`s by its detached self, for the duration."""
-    replaced: list[tuple[nn.Module, str, Tensor]] = []
+    replaced: list[tuple[dict, str, Tensor]] = []
     try:
         for owner in _modules_outside_gates(module):
-            for name, parameter in owner._parameters.items():
+            held, names = _parameters_of(owner)
+            for name in names:
+                parameter = held[name]
                 if parameter is not None and parameter.requires_grad:
-                    replaced.append((owner, name, parameter))
-                    owner._parameters[name] = parameter.detach()
+                    replaced.append((held, name, parameter))
+                    held[name] = parameter.detach()
         yield
     finally:
-        for owner, name, parameter in replaced:
-            owner._parameters[name] = parameter
+        for held, name, parameter in replaced:
+            held[name] = parameter
+
+
+def _parameters_of(module: nn.Module) -> tuple[dict, list[str]]:
+    """The dictionary that holds the module's own parameters, and their names in it."""
+    if getattr(module, "_is_replica", False):  # nn.DataParallel's have them as plain attributes
+        return module.__dict__, list(module._former_parameters)
+    return module._parameters, list(module._parameters)
 
 
 def _modules_outside_gates(module: nn.Module) -> Iterator[nn.Module]:

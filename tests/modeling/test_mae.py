@@ -176,6 +176,31 @@ def test_gate_phase_under_checkpointing_is_the_same():
             assert not has_gradient(parameter), name
 
 
+def test_gate_phase_rules_replicas_of_data_parallel_too():
+    model = classifier()
+    model.set_mae_phase("gate")
+    step(model)
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    step(_replica_of(model))
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient)
+
+
+def _replica_of(module):
+    """What `torch.nn.parallel.replicate` makes for each device."""
+    replica = module._replicate_for_data_parallel()
+    replica._former_parameters = {}
+    for name, child in module._modules.items():
+        setattr(replica, name, _replica_of(child))
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            replica._former_parameters[name] = parameter.clone()
+            setattr(replica, name, replica._former_parameters[name])
+    return replica
+
+
 def test_expert_phase_gives_gates_none():
     model = classifier()
     model.set_mae_phase("expert")
