@@ -288,7 +288,9 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
                 **kwargs,
             )
         elif not isinstance(encoder_outputs, ModelOutput):
-            encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
+            # hidden states and attentions are tuples; what else may follow is no part of T5's
+            recorded = [given for given in encoder_outputs[1:3] if isinstance(given, tuple)]
+            encoder_outputs = BaseModelOutput(encoder_outputs[0], *recorded)
         decoder_outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,

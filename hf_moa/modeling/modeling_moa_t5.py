@@ -20,6 +20,7 @@ from transformers.utils.generic import can_return_tuple
 from .configuration_moa_t5 import MoaT5Config
 from .gate_step import only_gates_learn_in_gate_phase
 from .gated_generation import GatedGenerationMixin
+from .gated_model import padding_mask_of
 from .moa_t5_stacks import MoaT5EncoderDecoder, MoaT5PreTrainedModel, MoaT5Stack
 from .outputs import (
     MoaBaseModelOutput,
@@ -250,7 +251,7 @@ class MoaT5ForSequenceClassification(MoaT5PreTrainedModel):
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self._shift_right(input_ids)
             if decoder_attention_mask is None and decoder_padding_mask is None:
-                decoder_padding_mask = None if attention_mask is None else attention_mask.bool()
+                decoder_padding_mask = padding_mask_of(attention_mask, input_ids.shape[1])
         outputs = self.transformer(
             input_ids,
             attention_mask=attention_mask,
@@ -287,7 +288,8 @@ class MoaT5ForSequenceClassification(MoaT5PreTrainedModel):
 
     def _last_end(self, input_ids: Tensor) -> Tensor:
         """Position of the last end token of each sequence, `[B]`."""
-        is_end = input_ids == self.config.eos_token_id
+        end_tokens = torch.tensor(self.config.eos_token_id, device=input_ids.device)  # one or several
+        is_end = torch.isin(input_ids, end_tokens)
         if not torch.compiler.is_compiling() and not bool(is_end.any(dim=1).all()):
             missing = (~is_end.any(dim=1)).nonzero().flatten().tolist()
             raise ValueError(
@@ -393,7 +395,7 @@ class MoaT5ForQuestionAnswering(MoaT5EncoderDecoder):
                 )
             decoder_input_ids = self._shift_right(input_ids)
             if decoder_attention_mask is None and decoder_padding_mask is None:
-                decoder_padding_mask = None if attention_mask is None else attention_mask.bool()
+                decoder_padding_mask = padding_mask_of(attention_mask, input_ids.shape[1])
         labelled = start_positions is not None and end_positions is not None
         hidden_states, fields = self.run_stacks(
             input_ids=input_ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,11 @@ class _WithAuxLoss(ModelOutput):
                 if name in self:
                     OrderedDict.__delitem__(self, name)
 
+    def to_tuple(self) -> tuple:
+        """As the backbone's, the gates' fields behind: captured hidden states and attentions join an
+        output last."""
+        return tuple(self[field.name] for field in dataclasses.fields(self) if field.name in self)
+
 
 @dataclass
 class GatingOutput(_WithAuxLoss):
@@ -82,8 +88,9 @@ class GatingSeq2SeqOutput(_WithAuxLoss):
     """The same for encoder-decoder models.
 
     Attributes:
-        aux_loss, aux_losses, compute_fraction, compute_cost: of both halves together, as far as this
-            call ran them; the names in `aux_losses` begin with `encoder_` or `decoder_`.
+        aux_loss, aux_losses, compute_fraction, compute_cost: of both halves together: the encoder's
+            share comes with `encoder_outputs`, where a call is given those instead of running it. The
+            names in `aux_losses` begin with `encoder_` or `decoder_`.
         encoder_compute_fraction, decoder_compute_fraction: `[B]`, of each half.
         encoder_router_logits, decoder_router_logits, cross_router_logits: one `[B, T, N]` per MoA
             self-attention of the encoder and of the decoder, and per cross-attention.

@@ -206,6 +206,32 @@ def test_classifier_needs_the_end_of_every_sequence():
         model(**inputs)
 
 
+def test_classifier_knows_several_ends():
+    case = CASE["T5ForSequenceClassification"]
+    inputs = case.inputs()
+    expected = case.build()(**inputs).logits
+    several = case.build(eos_token_id=[1, 66])
+    assert torch.equal(several(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["mae-1", "moa", "cct", "mae-cct"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_encoder_outputs_may_be_a_tuple(name, recorded):
+    model, inputs = LM.build(**T5.variants[name]), LM.inputs()
+    options = {"output_hidden_states": recorded, "output_attentions": recorded}
+    model.set_attn_implementation("eager")
+    encode = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    given = model.encoder(**encode, **options).to_tuple()
+    expected = model(**inputs, **options)
+    actual = model(**inputs, **options, encoder_outputs=given)
+    torch.testing.assert_close(actual.logits, expected.logits)
+    for field in ("encoder_hidden_states", "encoder_attentions"):
+        if recorded:
+            torch.testing.assert_close(actual[field], expected[field])
+        else:
+            assert field not in actual
+
+
 def test_encoder_checkpoint_of_a_whole_model(tmp_path):
     model = LM.build(attention_type="mae", cct_budgets=[1, 0.5])
     model.save_pretrained(tmp_path)
@@ -268,18 +294,3 @@ def test_exactly_one_of_ids_and_embeddings():
         model(decoder_input_ids=ids)
     with pytest.raises(ValueError, match="use_cache"):
         model.encoder(ids, use_cache=True)
-
-
-@pytest.mark.parametrize("name", ["mae-1", "moa-noisy", "cct", "cct-plain"])
-def test_gates_start_unsaturated(name):
-    torch.manual_seed(0)
-    model = LM.gated(T5.config(**T5.variants[name]))
-    ends = ("gate.dense", "router.gate", "router.noise", "control.dense", "control.out")
-    weights = {
-        key: parameter
-        for key, parameter in model.named_parameters()
-        if key.endswith(tuple(f"{end}.weight" for end in ends))
-    }
-    assert weights
-    for key, weight in weights.items():
-        assert weight.std().item() < 0.03, key
