@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
 
 ATTENTION_TYPES = ("mha", "mae", "moa")
 MAE_GATE_TYPES = ("learned", "uniform")
@@ -318,6 +319,12 @@ def check_int(config: Any, name: str, *, minimum: int) -> None:
     value = getattr(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         fail(config, name, f"must be an integer of at least {minimum}")
+
+
+def check_activation(config: Any, name: str) -> None:
+    """Raise a ValueError unless the field names one of transformers' activation functions."""
+    if getattr(config, name) not in ACT2FN:
+        fail(config, name, f"must be one of {', '.join(sorted(ACT2FN))}")
 
 
 def _check_number(config: Any, name: str, *, minimum: float, below: float = float("inf")) -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from transformers import BertConfig
 
-from .configuration_gating import GatingConfig, check_bool
+from .configuration_gating import GatingConfig, check_activation, check_bool
 
 
 class MoaBertConfig(GatingConfig, BertConfig):
@@ -48,6 +48,7 @@ class MoaBertConfig(GatingConfig, BertConfig):
     def validate_gating(self) -> None:
         super().validate_gating()
         check_bool(self, "pre_norm")
+        check_activation(self, "hidden_act")
         self.validate_head_dim()
 
     @property

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from transformers import GPT2Config
 
-from .configuration_gating import GatingConfig
+from .configuration_gating import GatingConfig, check_activation, check_int
 
 
 class MoaGPT2Config(GatingConfig, GPT2Config):
@@ -43,6 +43,9 @@ class MoaGPT2Config(GatingConfig, GPT2Config):
     def validate_gating(self) -> None:
         super().validate_gating()
         self.validate_head_dim()
+        check_activation(self, "activation_function")
+        if self.n_inner is not None:
+            check_int(self, "n_inner", minimum=1)
 
     @property
     def ffn_size(self) -> int:

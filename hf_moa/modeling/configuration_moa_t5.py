@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from transformers import T5Config
+from transformers.activations import ACT2FN
 
 from .configuration_gating import GatingConfig, check_int, fail, is_budget
 
@@ -57,16 +58,19 @@ class MoaT5Config(GatingConfig, T5Config):
     def validate_gating(self) -> None:
         super().validate_gating()
         check_int(self, "d_kv", minimum=1)
+        if self.dense_act_fn not in ACT2FN:
+            functions = ", ".join(sorted(ACT2FN))
+            fail(self, "feed_forward_proj", f"must be one of {functions}, or 'gated-' and one of them")
 
     def validate_budgets(self) -> None:
         """Check `cct_budgets`: a non-empty list of numbers in (0, 1], or of pairs of such."""
         budgets = self.cct_budgets
-        if not isinstance(budgets, list) or len(budgets) == 0:
+        if not isinstance(budgets, (list, tuple)) or len(budgets) == 0:
             fail(self, "cct_budgets", "must be a non-empty list of numbers in (0, 1] or pairs, or None")
-        are_pairs = isinstance(budgets[0], list)
+        are_pairs = _is_pair(budgets[0])
         for budget in budgets:
             if are_pairs:
-                valid = isinstance(budget, list) and len(budget) == 2 and all(map(is_budget, budget))
+                valid = _is_pair(budget) and len(budget) == 2 and all(map(is_budget, budget))
             else:
                 valid = is_budget(budget)
             if not valid:
@@ -76,7 +80,7 @@ class MoaT5Config(GatingConfig, T5Config):
     @property
     def budget_pairs(self) -> list[tuple[float, float]]:
         """The (encoder, decoder) budgets that training samples from."""
-        if isinstance(self.cct_budgets[0], list):
+        if _is_pair(self.cct_budgets[0]):
             return [tuple(pair) for pair in self.cct_budgets]
         return list(product(self.cct_budgets, repeat=2))
 
@@ -92,6 +96,8 @@ class MoaT5Config(GatingConfig, T5Config):
 
     @property
     def default_stack_budget(self) -> float:
+        if not self.is_encoder_decoder:
+            return max(self.stack_budgets)
         largest = max(self.budget_pairs, key=lambda pair: (sum(pair), pair))
         return largest[1 if self.is_decoder else 0]
 
@@ -102,3 +108,7 @@ class MoaT5Config(GatingConfig, T5Config):
     @property
     def attention_head_dim(self) -> int:
         return self.d_kv
+
+
+def _is_pair(budget: Any) -> bool:
+    return isinstance(budget, (list, tuple))

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from transformers import AutoConfig, AutoModel
 from transformers.utils import find_labels
 
 import hf_moa
+from hf_moa.modeling.cct import ControlNetwork
+from hf_moa.modeling.mae import MaeGate
 from hf_moa.modeling.outputs import GatingOutput, GatingSeq2SeqOutput
+from hf_moa.modeling.routing import TopKRouter
 
 each_family = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
 
@@ -145,6 +149,22 @@ _WIDE = {
     "gpt2": {"n_embd": 64},
     "t5": {"d_model": 64},
 }
+
+
+@each_variant
+def test_gates_start_undecided(case, fields):
+    """Small weights, so that no gate starts saturated and routers choose evenly."""
+    torch.manual_seed(0)
+    model = case.gated(case.config(**fields, **_WIDE[case.family.name]))
+    for name, module in model.named_modules():
+        if isinstance(module, (MaeGate, TopKRouter, ControlNetwork)):
+            for part, linear in module.named_children():
+                if isinstance(linear, torch.nn.Linear):
+                    assert linear.weight.std() < 0.03, f"{name}.{part}"
+        if isinstance(module, TopKRouter):
+            p = module.gate(torch.randn(500, 64)).softmax(-1)
+            entropy = -(p * p.log()).sum(-1).mean()
+            assert entropy > 0.95 * math.log(p.shape[-1]), name
 
 
 @each_class

@@ -122,6 +122,11 @@ FAMILY_BAD = [
     (GPT2, {"n_embd": "32"}, "n_embd", "32"),
     (GPT2, {"head_dim": 16}, "head_dim", "16"),
     (GPT2, {"n_head": 0}, "num_attention_heads", "0"),
+    (GPT2, {"n_inner": 0}, "n_inner", "0"),
+    (GPT2, {"activation_function": "foo"}, "activation_function", "foo"),
+    (BERT, {"hidden_act": "foo"}, "hidden_act", "foo"),
+    (T5, {"feed_forward_proj": "gated-foo"}, "feed_forward_proj", "gated-foo"),
+    (T5, {"feed_forward_proj": "foo"}, "feed_forward_proj", "foo"),
     (T5, {"num_heads": 0}, "num_attention_heads", "0"),
     (T5, {"d_kv": 0}, "d_kv", "0"),
     (GPT2, {"n_head": 5}, "num_attention_heads", "5"),
@@ -155,6 +160,12 @@ def test_budgets_of_t5():
     pairs.is_decoder = True
     assert pairs.stack_budgets == [1, 1, 0.25]
     assert T5.config(cct_budgets=[[1, 0.2], [0.9, 0.9]]).default_stack_budget == 0.9
+    encoder_alone = T5.config(cct_budgets=[[1, 0.2], [0.9, 0.9]], is_encoder_decoder=False)
+    assert encoder_alone.default_stack_budget == 1
+    later = T5.config()
+    later.cct_budgets = ((1, 1), (0.5, 0.25))
+    later.validate_gating()
+    assert later.stack_budgets == [1, 0.5]
 
 
 def test_names_of_t5_and_gpt2_are_understood():
