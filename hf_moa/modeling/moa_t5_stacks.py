@@ -36,7 +36,8 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
     config_class = MoaT5Config
     _no_split_modules = ("MoaT5Block",)
     # The last projection of a feed-forward layer overflows float16; `down` is that of CCT's parts.
-    _keep_in_fp32_modules = ("wo", "down")
+    # (In full: transformers looks for these anywhere in a name, and experts have a `down_proj`.)
+    _keep_in_fp32_modules = ("wo", "down.weight")
     _can_record_outputs = {  # noqa: RUF012 - read by transformers as it stands
         "hidden_states": OutputRecorder(MoaT5Block, index=0),
         "attentions": OutputRecorder(MoaT5Attention, index=1, layer_name="SelfAttention"),

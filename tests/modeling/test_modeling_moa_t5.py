@@ -268,6 +268,17 @@ def test_half_precision_keeps_the_last_projection_in_full(name, tmp_path):
     assert torch.isfinite(half(**LM.inputs()).logits).all()
 
 
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_run_in_half_precision(implementation, tmp_path):
+    model = LM.build(ffn_type="moe")
+    model.save_pretrained(tmp_path)
+    half = LM.gated.from_pretrained(tmp_path, dtype=torch.float16)
+    half.set_experts_implementation(implementation)
+    assert {p.dtype for p in half.parameters()} == {torch.float16}
+    expected = model(**LM.inputs()).logits
+    torch.testing.assert_close(half(**LM.inputs()).logits.float(), expected, atol=0.1, rtol=0)
+
+
 def test_implementation_of_experts_reaches_both_stacks(monkeypatch):
     original, used = _PortableExperts.get_interface, []
 

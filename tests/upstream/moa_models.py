@@ -57,6 +57,12 @@ INAPPLICABLE = (
         variants=("cct",),
     ),
     Inapplicable(
+        "test_eager_matches_sdpa_inference_*_bf16_*",
+        "compares outputs to rounding; a hard gate whose logit is near zero, as those of a model that "
+        "was not trained are, falls either way in bfloat16",
+        variants=("cct",),
+    ),
+    Inapplicable(
         "test_model_base_model_prefix",
         "asks for a base model inside the language model; T5's holds its two stacks itself, "
         "transformers' too",
