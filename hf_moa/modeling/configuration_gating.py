@@ -25,6 +25,9 @@ CCT_EXECUTIONS = ("auto", "sparse", "dense")
 GATING_OUTPUT_FIELDS = (
     "aux_loss",
     "aux_losses",
+    "task_loss",
+    "expert_load",
+    "budget",
     "compute_fraction",
     "compute_cost",
     "router_logits",

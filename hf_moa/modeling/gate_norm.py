@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32
+from .process_sum import sum_over_processes
 
 
 class GateBatchNorm(nn.BatchNorm1d):
@@ -21,6 +22,8 @@ class GateBatchNorm(nn.BatchNorm1d):
       in half precision leaves them float32. (`model.half()` casts them like all others.)
     - A forward that gradient checkpointing recomputes during backward does not move the running
       statistics a second time.
+    - With `is_global` the batch is that of all processes (as with `nn.SyncBatchNorm`), else each
+      process's own.
 
     Shapes: `x` `[..., d]`, `valid` `[...]` bool or None -> `[..., d]`, float32 at least.
     """
@@ -28,6 +31,7 @@ class GateBatchNorm(nn.BatchNorm1d):
     def __init__(self, num_features: int):
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         super().__init__(num_features, dtype=dtype)
+        self.is_global = False
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         x = at_least_float32(x)
@@ -45,13 +49,27 @@ class GateBatchNorm(nn.BatchNorm1d):
         weight = rows.new_ones(rows.shape[0], 1)
         if valid is not None:
             weight = valid.flatten().unsqueeze(-1).to(x.dtype)
-        count = weight.sum()
-        mean = (rows * weight).sum(dim=0) / count.clamp(min=1)
-        var = ((rows - mean).square() * weight).sum(dim=0) / count.clamp(min=1)
+        if self.is_global:
+            count, mean, var = self._global_moments(rows, weight)
+        else:
+            count = weight.sum()
+            mean = (rows * weight).sum(dim=0) / count.clamp(min=1)
+            var = ((rows - mean).square() * weight).sum(dim=0) / count.clamp(min=1)
         enough = count > 1
         if not _is_recomputing():
             self._update_running_statistics(mean, var, count, enough)
         return torch.where(enough, mean, running_mean), torch.where(enough, var, running_var)
+
+    def _global_moments(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Count, mean and variance of the rows of all processes, in one exchange."""
+        # Around the running mean, which all processes share: squares of it would swallow the rest.
+        center = self.running_mean.to(rows.dtype)
+        deviation = (rows - center) * weight
+        sums = torch.cat([weight.sum().view(1), deviation.sum(dim=0), deviation.square().sum(dim=0)])
+        count, first, second = sum_over_processes(sums).split([1, len(center), len(center)])
+        mean = first / count.clamp(min=1)
+        var = (second / count.clamp(min=1) - mean.square()).clamp(min=0)
+        return count.squeeze(0), center + mean, var
 
     @torch.no_grad()
     def _update_running_statistics(

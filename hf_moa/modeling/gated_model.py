@@ -13,8 +13,10 @@ from .budgets import Budget, BudgetControl
 from .cct import OPEN_GATE_LOGIT, ControlNetwork
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import DenseFeedForward
+from .gate_norm import GateBatchNorm
 from .mae import EXPERT_SELECTIONS, MAE_PHASES, MaeGate, MixtureOfHeads
 from .moe import FeedForwardExperts
+from .routing import TopKRouter
 
 
 class GatedModel:
@@ -101,6 +103,22 @@ class GatedModel:
         for module in self.modules():
             if isinstance(module, ControlNetwork):
                 module.noise_scale.fill_(scale)
+
+    def set_global_statistics(
+        self, *, gate_norm: bool | None = None, router_balance: bool | None = None
+    ) -> None:
+        """Choose whether statistics of a training batch run over all processes of a data-parallel run
+        (as with `nn.SyncBatchNorm`) or over each process's own part, the default.
+
+        Args:
+            gate_norm: batch normalisation of the MAE gates; None leaves it as it is.
+            router_balance: the load in the routers' balance loss; None leaves it as it is.
+        """
+        for module in self.modules():
+            if isinstance(module, GateBatchNorm) and gate_norm is not None:
+                module.is_global = gate_norm
+            elif isinstance(module, TopKRouter) and router_balance is not None:
+                module.balances_globally = router_balance
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs
@@ -236,13 +254,14 @@ class GatedModel:
 
         Args:
             loss: the task's loss, or None without labels.
-            outputs: of the base model.
+            outputs: of the base model, or fields of an output; gets the `task_loss`.
             share: what part of the accumulated batch this call is, where the task's loss is
                 weighted so.
         """
         aux_loss = outputs.get("aux_loss")  # absent in inference
         if loss is None or aux_loss is None or not self.training:
             return loss
+        outputs["task_loss"] = loss
         return loss + aux_loss * share
 
 

@@ -39,9 +39,11 @@ class MixtureOfAttentionExperts(nn.Module):
     def route(
         self, hidden_states: Tensor, padding_mask: Tensor | None, window: Window | None = None
     ) -> tuple[Routing, dict]:
-        """The routing of `[B, T, d]`, and the record `{"router_logits": [B, T, N], "losses"}`."""
+        """The routing of `[B, T, d]`, and the record: `router_logits` `[B, T, N]`, `losses` and `load`
+        `[N]`."""
         routing = self.router(hidden_states, padding_mask)
-        return routing, {"router_logits": routing.logits, "losses": routing.losses}
+        record = {"router_logits": routing.logits, "losses": routing.losses, "load": routing.load}
+        return routing, record
 
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Routing) -> Tensor:
         """`[B, T, d]` -> `[B, T, k, dh]`."""

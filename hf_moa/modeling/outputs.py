@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.modeling_outputs import (
     BaseModelOutputWithPastAndCrossAttentions,
@@ -32,7 +33,7 @@ from .configuration_gating import GATING_OUTPUT_FIELDS
 
 @dataclass
 class _WithAuxLoss(ModelOutput):
-    """An output whose auxiliary losses belong to the batch, where all else has rows.
+    """An output some of whose fields belong to the batch, where all else has rows.
 
     In inference (without gradients and labels) they are attributes and no entries: transformers'
     pipelines split every entry of an output into rows, and beam search repeats each.
@@ -42,7 +43,7 @@ class _WithAuxLoss(ModelOutput):
         super().__post_init__()
         trains = self.aux_loss is not None and self.aux_loss.requires_grad
         if not trains and getattr(self, "loss", None) is None:
-            for name in ("aux_loss", "aux_losses"):
+            for name in ("aux_loss", "aux_losses", "expert_load", "task_loss"):
                 if name in self:
                     OrderedDict.__delitem__(self, name)
 
@@ -61,6 +62,10 @@ class GatingOutput(_WithAuxLoss):
             `loss` includes it; in eval `loss` is the task's alone. Without gradients and labels it is
             an attribute but no entry of the output.
         aux_losses: the unweighted terms by name, each a scalar without gradient, for logging.
+        task_loss: scalar, where `loss` includes auxiliary terms: the loss without them.
+        expert_load: by the part of the layer that routers serve (`attention`, `cross_attention`,
+            `feed_forward`), `[layers, N]`: each expert's share of the assignments, for logging.
+        budget: `[B]`, the compute budget of each sequence in this call.
         compute_fraction: `[B]`, share of the gated computation that CCT carried out in this call.
         compute_cost: `[B, 2]`, that computation in multiply-accumulates: carried out, and with all
             gates open.
@@ -74,6 +79,9 @@ class GatingOutput(_WithAuxLoss):
 
     aux_loss: Tensor | None = None
     aux_losses: dict[str, Tensor] | None = None
+    task_loss: Tensor | None = None
+    expert_load: dict[str, Tensor] | None = None
+    budget: Tensor | None = None
     compute_fraction: Tensor | None = None
     compute_cost: Tensor | None = None
     router_logits: tuple[Tensor, ...] | None = None
@@ -90,7 +98,10 @@ class GatingSeq2SeqOutput(_WithAuxLoss):
     Attributes:
         aux_loss, aux_losses, compute_fraction, compute_cost: of both halves together: the encoder's
             share comes with `encoder_outputs`, where a call is given those instead of running it. The
-            names in `aux_losses` begin with `encoder_` or `decoder_`.
+            names in `aux_losses` and `expert_load` begin with `encoder_` or `decoder_`.
+        task_loss: scalar, where `loss` includes auxiliary terms: the loss without them.
+        expert_load: by part of the layer, `[layers, N]`: each expert's share of the assignments.
+        budget: `[B, 2]`, the (encoder, decoder) compute budgets of each sequence in this call.
         encoder_compute_fraction, decoder_compute_fraction: `[B]`, of each half.
         encoder_router_logits, decoder_router_logits, cross_router_logits: one `[B, T, N]` per MoA
             self-attention of the encoder and of the decoder, and per cross-attention.
@@ -101,6 +112,9 @@ class GatingSeq2SeqOutput(_WithAuxLoss):
 
     aux_loss: Tensor | None = None
     aux_losses: dict[str, Tensor] | None = None
+    task_loss: Tensor | None = None
+    expert_load: dict[str, Tensor] | None = None
+    budget: Tensor | None = None
     compute_fraction: Tensor | None = None
     compute_cost: Tensor | None = None
     encoder_compute_fraction: Tensor | None = None
@@ -149,9 +163,9 @@ def collect_gating(
         cost = _total(
             [record["cost"] for layer in records for record in layer.values() if "cost" in record]
         )
-        terms["budget_loss"] = budget_loss(
-            cost, index=budget.index.to(cost.device), budgets=control.values
-        )
+        index = budget.index.to(cost.device)
+        terms["budget_loss"] = budget_loss(cost, index=index, budgets=control.values)
+        fields["budget"] = cost.new_tensor(control.values)[index]
         fields["compute_cost"] = cost.detach()
         fields["compute_fraction"] = compute_fraction(cost).detach()
     if terms:
@@ -167,6 +181,7 @@ def collect_gating(
         if weighted:
             fields["aux_loss"] = _total(weighted)
         fields["aux_losses"] = {name: term.detach() for name, term in terms.items()}
+    fields["expert_load"] = _expert_load(records)
     for name in ("router_logits", "expert_weights"):
         if requested[name]:
             fields[name] = _per_layer(records, "self", name)
@@ -197,11 +212,15 @@ def merge_gating(encoder: ModelOutput, decoder: ModelOutput) -> dict[str, Any]:
         fields[name] = _total(found) if found else None
     if fields["compute_cost"] is not None:
         fields["compute_fraction"] = compute_fraction(fields["compute_cost"])
-    fields["aux_losses"] = {
-        f"{half}_{name}": loss
-        for half, outputs in halves.items()
-        for name, loss in (getattr(outputs, "aux_losses", None) or {}).items()
-    } or None
+    for field in ("aux_losses", "expert_load"):
+        fields[field] = {
+            f"{half}_{name}": value
+            for half, outputs in halves.items()
+            for name, value in (getattr(outputs, field, None) or {}).items()
+        } or None
+    budgets = [getattr(outputs, "budget", None) for outputs in halves.values()]
+    if all(budget is not None for budget in budgets):
+        fields["budget"] = torch.stack([budget.to(budgets[-1]) for budget in budgets], dim=-1)
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -213,6 +232,18 @@ def _total(tensors: list[Tensor]) -> Tensor:
 def _per_layer(records: list, part: str, name: str) -> tuple[Tensor, ...] | None:
     found = tuple(layer[part][name] for layer in records if name in layer.get(part, {}))
     return found or None
+
+
+def _expert_load(records: list) -> dict[str, Tensor] | None:
+    """`[layers, N]` of the layers' routers, by the part of the layer that they serve."""
+    parts = {"attention": "self", "cross_attention": "cross", "feed_forward": "ffn"}
+    found = {name: _per_layer(records, part, "load") for name, part in parts.items()}
+    loads = {
+        name: torch.stack([load.to(layers[-1].device) for load in layers])
+        for name, layers in found.items()
+        if layers is not None
+    }
+    return loads or None
 
 
 def _cct_gates(layer: dict[str, dict[str, Any]]) -> dict[str, Tensor]:

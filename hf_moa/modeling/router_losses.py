@@ -9,28 +9,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .process_sum import sum_over_processes
+
 # Keeps CV^2 finite where nothing was routed (a batch of padding only).
 _EPSILON = 1e-10
 
 
-def load_balance_loss(probabilities: Tensor, index: Tensor, *, mask: Tensor | None) -> Tensor:
+def expert_load(
+    probabilities: Tensor, index: Tensor, *, mask: Tensor | None, over_processes: bool = False
+) -> Tensor:
+    """Share of the k * tokens assignments that each expert got, `[N]` without gradient; they sum to 1
+    (zeros where there was nothing to route).
+
+    Args:
+        probabilities: `[B, T, N]`, of all experts; what they are does not matter.
+        index: `[B, T, k]` int64, chosen experts.
+        over_processes: count the tokens of all processes, not of this one alone.
+    """
+    valid = _validity(probabilities, mask)
+    # shape: (B, T, k) -> (N,)
+    chosen = torch.zeros_like(probabilities).scatter(-1, index, 1.0)
+    counts = (chosen * valid).sum(dim=(0, 1))
+    if over_processes:
+        counts = sum_over_processes(counts)
+    return counts / counts.sum().clamp(min=1)
+
+
+def load_balance_loss(probabilities: Tensor, load: Tensor, *, mask: Tensor | None) -> Tensor:
     """`N * sum_i f_i P_i` (Zhang et al. 2022; Fedus et al. 2021): 1 where load is even.
 
-    f_i is the share of the k * tokens assignments that expert i got (no gradient), P_i the mean
-    probability of expert i.
+    f_i is the load of expert i, P_i its mean probability. With a load over all processes, the mean of
+    the processes' losses is the loss of the whole batch (where they have equally many tokens).
 
     Args:
         probabilities: `[B, T, N]`, softmax over all experts.
-        index: `[B, T, k]` int64, chosen experts.
+        load: `[N]`, of `expert_load`.
     """
-    num_experts = probabilities.shape[-1]
     valid = _validity(probabilities, mask)
-    tokens = valid.sum().clamp(min=1)
-    # shape: (B, T, k) -> (N,)
-    chosen = torch.zeros_like(probabilities).scatter(-1, index, 1.0)
-    assigned = (chosen * valid).sum(dim=(0, 1)) / (tokens * index.shape[-1])
-    mean_probability = (probabilities * valid).sum(dim=(0, 1)) / tokens
-    return num_experts * (assigned * mean_probability).sum()
+    mean_probability = (probabilities * valid).sum(dim=(0, 1)) / valid.sum().clamp(min=1)
+    return probabilities.shape[-1] * (load * mean_probability).sum()
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None) -> Tensor:

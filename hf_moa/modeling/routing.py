@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32
-from .router_losses import importance_loss, load_balance_loss, load_loss, smooth_load, z_loss
+from .router_losses import (
+    expert_load,
+    importance_loss,
+    load_balance_loss,
+    load_loss,
+    smooth_load,
+    z_loss,
+)
 
 
 class Routing(NamedTuple):
@@ -23,12 +30,14 @@ class Routing(NamedTuple):
         weight: `[B, T, k]`, their weights, which sum to 1 over k.
         logits: `[B, T, N]`, the logits that were ranked (with noise where it was drawn).
         losses: scalar auxiliary terms, not yet multiplied by their coefficients.
+        load: `[N]`, share of the assignments that each expert got, padding excluded.
     """
 
     index: Tensor
     weight: Tensor
     logits: Tensor
     losses: dict[str, Tensor]
+    load: Tensor
 
 
 class TopKRouter(nn.Module):
@@ -44,6 +53,9 @@ class TopKRouter(nn.Module):
         detach_normalizer: keep the gradient of the weights' normaliser out, as MoA does. `False`
             is a softmax over the kept logits (Shazeer et al. 2017, eq. 3).
 
+    Attributes:
+        balances_globally: in training, the balance loss takes the load over all processes.
+
     Shapes: `hidden_states` `[B, T, d]`, `padding_mask` `[B, T]` bool or None -> `Routing`.
     """
 
@@ -55,6 +67,7 @@ class TopKRouter(nn.Module):
         self.num_selected = num_selected
         self.detach_normalizer = detach_normalizer
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
+        self.balances_globally = False
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Routing:
         logits = at_least_float32(self.gate(hidden_states))
@@ -66,14 +79,20 @@ class TopKRouter(nn.Module):
         top, index = probabilities.topk(self.num_selected, dim=-1)
         normalizer = top.sum(dim=-1, keepdim=True)
         weight = top / (normalizer.detach() if self.detach_normalizer else normalizer)
+        load = expert_load(
+            probabilities,
+            index,
+            mask=padding_mask,
+            over_processes=self.balances_globally and self.training,
+        )
         losses = {
-            "router_balance_loss": load_balance_loss(probabilities, index, mask=padding_mask),
+            "router_balance_loss": load_balance_loss(probabilities, load, mask=padding_mask),
             "router_z_loss": z_loss(logits, mask=padding_mask),
             "router_importance_loss": importance_loss(
                 weight, index, num_experts=self.num_experts, mask=padding_mask
             ),
         }
-        return Routing(index, weight, logits, losses)
+        return Routing(index, weight, logits, losses, load)
 
 
 class NoisyTopKRouter(TopKRouter):

@@ -115,14 +115,18 @@ def test_balance_and_z_losses_equal_the_paper():
 def test_balance_loss_of_an_even_router_is_one():
     probabilities = torch.full((1, 12, 4), 0.25)
     index = torch.arange(24).view(1, 12, 2) % 4
-    loss = router_losses.load_balance_loss(probabilities, index, mask=None)
+    loss = router_losses.load_balance_loss(
+        probabilities, router_losses.expert_load(probabilities, index, mask=None), mask=None
+    )
     assert loss.item() == pytest.approx(1.0)
 
 
 def test_balance_loss_of_a_collapsed_router_is_n_over_k():
     probabilities = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(1, 12, 4)
     index = torch.tensor([0, 1]).expand(1, 12, 2)
-    loss = router_losses.load_balance_loss(probabilities, index, mask=None)
+    loss = router_losses.load_balance_loss(
+        probabilities, router_losses.expert_load(probabilities, index, mask=None), mask=None
+    )
     assert loss.item() == pytest.approx(2.0)
 
 

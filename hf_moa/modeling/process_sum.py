@@ -1,0 +1,31 @@
+"""Sums over the processes of a data-parallel run, for statistics of the whole batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        # every process's loss depends on every process's summand
+        return _SumOverProcesses.apply(gradient)
+
+
+def sum_over_processes(x: Tensor) -> Tensor:
+    """The sum of the processes' `x`, which have one shape; `x` itself in a run of one process.
+
+    Its gradient is that of the sum of the processes' losses. Data parallelism averages gradients over
+    the processes, so parameters get the gradient of the mean of their losses.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return x
+    return _SumOverProcesses.apply(x)
