@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32
-from .process_sum import sum_over_processes
+from .process_sum import has_several_processes, sum_over_processes
 
 
 class GateBatchNorm(nn.BatchNorm1d):
@@ -49,7 +49,7 @@ class GateBatchNorm(nn.BatchNorm1d):
         weight = rows.new_ones(rows.shape[0], 1)
         if valid is not None:
             weight = valid.flatten().unsqueeze(-1).to(x.dtype)
-        if self.is_global:
+        if self.is_global and has_several_processes():
             count, mean, var = self._global_moments(rows, weight)
         else:
             count = weight.sum()

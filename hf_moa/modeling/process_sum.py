@@ -20,12 +20,15 @@ class _SumOverProcesses(torch.autograd.Function):
         return _SumOverProcesses.apply(gradient)
 
 
+def has_several_processes() -> bool:
+    """Whether this is one process of a distributed run of several."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def sum_over_processes(x: Tensor) -> Tensor:
     """The sum of the processes' `x`, which have one shape; `x` itself in a run of one process.
 
     Its gradient is that of the sum of the processes' losses. Data parallelism averages gradients over
     the processes, so parameters get the gradient of the mean of their losses.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return x
-    return _SumOverProcesses.apply(x)
+    return _SumOverProcesses.apply(x) if has_several_processes() else x

@@ -1,17 +1,36 @@
-"""What goes with `transformers.Trainer`: schedules, evaluation at several budgets, GLUE."""
+"""Training: `MoaTrainer`, block coordinate descent, schedules, evaluation at several budgets, GLUE."""
 
+from .arguments import MoaSeq2SeqTrainingArguments, MoaTrainingArguments
 from .budgets import evaluate_budgets, format_budget_table
+from .checkpoints import written_whole
+from .gate_descent import (
+    BlockCoordinateDescent,
+    NonFiniteGradientError,
+    gate_parameters,
+    other_parameters,
+)
 from .glue_data import GLUE_TASKS, GlueTask, load_glue_tsv
 from .glue_metric import GlueMetric
 from .schedules import CCTNoiseCallback, cct_noise_scale
+from .trainer import MoaSeq2SeqTrainer, MoaTrainer, TrainingDivergedError
 
 __all__ = [
     "GLUE_TASKS",
+    "BlockCoordinateDescent",
     "CCTNoiseCallback",
     "GlueMetric",
     "GlueTask",
+    "MoaSeq2SeqTrainer",
+    "MoaSeq2SeqTrainingArguments",
+    "MoaTrainer",
+    "MoaTrainingArguments",
+    "NonFiniteGradientError",
+    "TrainingDivergedError",
     "cct_noise_scale",
     "evaluate_budgets",
     "format_budget_table",
+    "gate_parameters",
     "load_glue_tsv",
+    "other_parameters",
+    "written_whole",
 ]

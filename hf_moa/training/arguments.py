@@ -1,0 +1,118 @@
+"""`MoaTrainingArguments`: transformers' training arguments, and those of the gates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+from .gate_descent import MAE_TRAININGS, check_gate_every_n_epochs, check_gate_learning_rate
+
+
+@dataclass
+class GateTrainingArguments:
+    """How the gates are trained; see `MoaTrainingArguments`."""
+
+    mae_training: str | None = field(
+        default=None,
+        metadata={
+            "help": "MAE: bcd (block coordinate descent: experts are trained one per sequence, gates by "
+            "SGD in every n-th epoch), joint (gates and experts together, on the mixture) or expert "
+            "(experts alone). Default: bcd for learned gates, expert for uniform ones.",
+            "choices": MAE_TRAININGS,
+        },
+    )
+    gate_every_n_epochs: int = field(
+        default=5, metadata={"help": "BCD: gates learn in the epochs 0, n, 2n, ..."}
+    )
+    gate_learning_rate: float = field(
+        default=1.0, metadata={"help": "BCD: constant learning rate of the gates' SGD."}
+    )
+    sync_gate_norm: bool = field(
+        default=True,
+        metadata={
+            "help": "Several processes: normalise the MAE gates' inputs over the batches of all, as "
+            "nn.SyncBatchNorm does. Otherwise each process normalises over its own."
+        },
+    )
+    router_global_balance: bool = field(
+        default=False,
+        metadata={
+            "help": "Several processes: the routers' balance loss takes the load over the batches of "
+            "all. Otherwise each process balances its own."
+        },
+    )
+    cct_noise_steps: float | None = field(
+        default=None,
+        metadata={
+            "help": "CCT, required: optimiser steps over which the gates' noise grows to the config's "
+            "cct_noise_max; below 1, that part of the run; -1, all of it."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_gate_training()
+
+    def check_gate_training(self) -> None:
+        """Raise a ValueError for a value that breaks its rule (as one set later may)."""
+        if self.mae_training not in (None, *MAE_TRAININGS):
+            choices = ", ".join(map(repr, MAE_TRAININGS))
+            raise ValueError(f"mae_training must be {choices} or None (got {self.mae_training!r}).")
+        check_gate_every_n_epochs(self.gate_every_n_epochs)
+        check_gate_learning_rate(self.gate_learning_rate)
+        check_noise_steps(self.cct_noise_steps)
+
+
+@dataclass
+class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
+    """`TrainingArguments`, and:
+
+    Args:
+        mae_training (`str`, *optional*): how an MAE model is trained.
+
+            - `"bcd"`: block coordinate descent (Peng et al. 2020, section 3.2). Every update is an F
+              step (one expert per sequence, drawn from its gates); in the epochs 0, n, 2n, ... a G
+              step (the gates alone, plain SGD) precedes it on the same accumulated batch.
+            - `"joint"`: gates and experts together, on the mixture (the paper's NOBCD).
+            - `"expert"`: F steps alone, which is how uniform gates (UNI-MAE) are trained.
+
+            Default: `"bcd"` where gates are learned, `"expert"` where they are uniform.
+        gate_every_n_epochs (`int`, defaults to 5): n of BCD.
+        gate_learning_rate (`float`, defaults to 1.0): of BCD's SGD; constant, without momentum, weight
+            decay or clipping.
+        sync_gate_norm (`bool`, defaults to `True`): with several processes, the gates' batch
+            normalisation takes the batches of all.
+        router_global_balance (`bool`, defaults to `False`): with several processes, the routers'
+            balance loss takes the load over the batches of all.
+        cct_noise_steps (`float`, *optional*): optimiser steps over which CCT's noise grows linearly to
+            `config.cct_noise_max` (Bapna et al. 2020); below 1, that part of the run; -1, all of it.
+            A CCT model needs it.
+
+    Raises:
+        ValueError: a value breaks its rule; the message names the field, the rule and the value.
+    """
+
+
+@dataclass
+class MoaSeq2SeqTrainingArguments(GateTrainingArguments, Seq2SeqTrainingArguments):
+    """`Seq2SeqTrainingArguments` with the fields of `MoaTrainingArguments`."""
+
+
+def check_noise_steps(value: float | None) -> None:
+    """Raise a ValueError unless it is None, -1, a number in (0, 1), or a whole number from 1 on."""
+    if value is None or value == -1:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not (0 < value < 1 or (value >= 1 and value == int(value))):
+        raise ValueError(
+            "cct_noise_steps must be a number of steps, a part of the run below 1, or -1 for all of it "
+            f"(got {value!r})."
+        )
+
+
+def noise_steps(value: float, max_steps: int) -> int:
+    """The steps over which the noise grows, in a run of `max_steps`."""
+    if value == -1:
+        return max_steps
+    return int(value) if value >= 1 else max(1, round(value * max_steps))

@@ -1,0 +1,60 @@
+"""Checkpoints that are either whole or not there: a killed run loses nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Uploads and searches for checkpoints pass it over.
+STAGING_FOLDER = "_unfinished"
+
+
+@contextmanager
+def written_whole(folder: str | os.PathLike) -> Iterator[Path]:
+    """Write a folder under another name, and give it its own when it is complete.
+
+    with written_whole("run/checkpoint-100") as folder:
+        model.save_pretrained(folder)  # killed here, run/checkpoint-100 does not exist
+
+    The folder takes the place of one of that name. After an error nothing is left.
+
+    Args:
+        folder: its path when it is complete.
+
+    Yields:
+        The path to write to, an empty folder beside it.
+    """
+    folder = Path(folder)
+    staged = stage(folder)
+    try:
+        yield staged
+        publish(staged, folder)
+    finally:
+        discard_unfinished(folder.parent)
+
+
+def stage(folder: str | os.PathLike) -> Path:
+    """The empty folder in which `folder` is prepared; what a killed run left there is deleted."""
+    folder = Path(folder)
+    discard_unfinished(folder.parent)
+    staged = folder.parent / STAGING_FOLDER / folder.name
+    staged.mkdir(parents=True)
+    return staged
+
+
+def publish(staged: Path, folder: str | os.PathLike) -> None:
+    """Rename `staged` to `folder`. One that has the name already makes way: only between these two
+    renames is neither there."""
+    folder = Path(folder)
+    if folder.exists():
+        replaced = staged.parent / f"replaced-{folder.name}"
+        os.replace(folder, replaced)
+    os.replace(staged, folder)
+
+
+def discard_unfinished(run_folder: str | os.PathLike) -> None:
+    """Delete what a killed run left half written in `run_folder`."""
+    shutil.rmtree(Path(run_folder) / STAGING_FOLDER, ignore_errors=True)

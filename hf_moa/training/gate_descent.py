@@ -1,0 +1,170 @@
+"""Block coordinate descent for MAE (Peng et al. 2020, section 3.2): gates and experts in turn.
+
+A G step updates the gates alone, on the mixture, by plain SGD; an F step updates everything else,
+each sequence through one expert that its gates draw. G steps are taken in every n-th epoch, each
+before the F step on the same accumulated batch:
+
+    descent = BlockCoordinateDescent(model)
+    for epoch in range(num_epochs):
+        for batches in accumulated_batches:  # the micro-batches of one update
+            if descent.has_gate_steps(epoch):
+                descent.gate_step(backward, batches)
+            for batch in batches:  # F step, as in any training loop
+                ...
+            optimizer.step()  # made without the gates: `other_parameters(model)`
+    descent.finish()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_moa.modeling.mae import MaeGate
+from hf_moa.modeling.process_sum import has_several_processes
+
+MAE_TRAININGS = ("bcd", "expert", "joint")
+
+
+def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the model's MAE gates that can learn."""
+    return [
+        parameter
+        for module in model.modules()
+        if isinstance(module, MaeGate)
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    ]
+
+
+def other_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All other parameters of the model that can learn."""
+    gates = {id(parameter) for parameter in gate_parameters(model)}
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in gates]
+
+
+def keep_gates_out(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Take the gates' parameters out of an optimiser that was made for the whole model."""
+    gates = {id(parameter) for parameter in gate_parameters(model)}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in gates]
+    for parameter in [p for p in optimizer.state if id(p) in gates]:
+        del optimizer.state[parameter]
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """The gates' gradients are infinite or no numbers; the gates were left as they were."""
+
+
+class BlockCoordinateDescent:
+    """The G steps of an MAE model, and the phase between them.
+
+    From construction to `finish` the model is in the phase "expert" (F steps).
+
+    Args:
+        model: the model, as FSDP has sharded it if it does, but without a DDP wrapper.
+        learning_rate: of the gates' SGD, constant: no momentum, weight decay or schedule.
+        gate_every_n_epochs: n: epochs 0, n, 2n, ... have G steps. None: no epoch has, as for uniform
+            gates (UNI-MAE), which have nothing to learn.
+
+    Raises:
+        ValueError: the model has no MAE attention, or no gates that can learn (unless
+            `gate_every_n_epochs` is None); a rate or number of epochs that is none.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, learning_rate: float = 1.0, gate_every_n_epochs: int | None = 5
+    ):
+        check_gate_learning_rate(learning_rate)
+        self.model = model
+        self.gate_every_n_epochs = gate_every_n_epochs
+        self.optimizer = None
+        if gate_every_n_epochs is not None:
+            check_gate_every_n_epochs(gate_every_n_epochs)
+            model.set_mae_phase("gate")  # which knows what it needs
+            self.optimizer = torch.optim.SGD(gate_parameters(model), lr=learning_rate)
+        model.set_mae_phase("expert")
+
+    def has_gate_steps(self, epoch: int) -> bool:
+        """Whether the batches of this epoch (from 0) take a G step before their F step."""
+        return self.gate_every_n_epochs is not None and epoch % self.gate_every_n_epochs == 0
+
+    def gate_step(
+        self, backward: Callable[[Any], Any], batches: Iterable[Any], *, scaler: Any = None
+    ) -> None:
+        """Update the gates on the micro-batches of one accumulated batch.
+
+        Under DDP, `backward` calls the model inside the wrapper: the gates' gradients are averaged
+        over the processes here, in one exchange, and no others are.
+
+        Args:
+            backward: runs the model forward and backward on one micro-batch, its loss divided as the
+                accumulated batch asks for.
+            batches: the micro-batches.
+            scaler: the `GradScaler` that `backward` scaled the loss with, if any.
+
+        Raises:
+            NonFiniteGradientError: the gradients are not finite (and no scaler takes care of that).
+        """
+        self.model.set_mae_phase("gate")
+        try:
+            for batch in batches:
+                backward(batch)
+        finally:
+            self.model.set_mae_phase("expert")
+        parameters = self.optimizer.param_groups[0]["params"]
+        _average_over_processes(parameters)
+        if scaler is not None:
+            scaler.step(self.optimizer)
+            scaler.update()
+        else:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            if not bool(norm.isfinite()):
+                raise NonFiniteGradientError(f"The norm of the gates' gradients is {float(norm)}.")
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def with_idle_gates(self, loss: Tensor) -> Tensor:
+        """The loss of an F step, with the gates in its graph at no weight: DDP waits for a gradient of
+        every parameter, and theirs are zero."""
+        if self.optimizer is None or not has_several_processes():
+            return loss
+        idle = [p for p in self.optimizer.param_groups[0]["params"] if not isinstance(p, DTensor)]
+        return loss + 0.0 * sum(p.sum() for p in idle)
+
+    def finish(self) -> None:
+        """Leave the model in the phase "mixture"."""
+        self.model.set_mae_phase("mixture")
+
+
+def check_gate_learning_rate(value: Any) -> None:
+    """Raise a ValueError unless it is a positive number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ValueError(f"gate_learning_rate must be a positive number (got {value!r}).")
+
+
+def check_gate_every_n_epochs(value: Any) -> None:
+    """Raise a ValueError unless it is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"gate_every_n_epochs must be an integer of at least 1 (got {value!r}).")
+
+
+@torch.no_grad()
+def _average_over_processes(parameters: list[nn.Parameter]) -> None:
+    """Average the gradients over the processes, of parameters that each process has whole."""
+    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+    if not gradients or not has_several_processes():
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,383 @@
+"""`MoaTrainer`: transformers' `Trainer`, and what gates need of it.
+
+trainer = MoaTrainer(model=model, args=MoaTrainingArguments("out"), train_dataset=dataset)
+trainer.train()
+trainer.train(resume_from_checkpoint=True)  # bit-exact, after however it ended
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer_utils import rotate_checkpoints
+
+from .arguments import (
+    GateTrainingArguments,
+    MoaSeq2SeqTrainingArguments,
+    MoaTrainingArguments,
+    noise_steps,
+)
+from .checkpoints import STAGING_FOLDER, discard_unfinished, publish, stage
+from .gate_descent import BlockCoordinateDescent, NonFiniteGradientError, keep_gates_out
+from .label_smoothing import smoothed_loss
+from .schedules import cct_noise_scale
+from .step_statistics import StepStatistics
+
+
+class TrainingDivergedError(ArithmeticError):
+    """The loss or its gradients are infinite or no numbers. The model was saved before this update."""
+
+
+class _GatedTraining:
+    """Mixin for `Trainer` and `Seq2SeqTrainer`."""
+
+    arguments_class: type
+
+    def __init__(
+        self, model: Any = None, args: GateTrainingArguments | None = None, *rest: Any, **kwargs: Any
+    ):
+        args = self.arguments_class("tmp_trainer") if args is None else args
+        if not isinstance(args, GateTrainingArguments):
+            raise ValueError(
+                f"args must be {self.arguments_class.__name__} (got {type(args).__name__})."
+            )
+        self._has_begun = False
+        self._descent: BlockCoordinateDescent | None = None
+        self._statistics = StepStatistics()
+        self._epoch = 0
+        self._next_batches: tuple[list, Any] | None = None
+        self._loss_is_finite: Tensor | bool = True
+        self._staged: Path | None = None
+        self._push_later: str | None = None
+        super().__init__(model, args, *rest, **kwargs)
+        if self.model_init is None:
+            self._check_training()
+
+    # --- what is trained how ----------------------------------------------------------------------
+
+    @property
+    def mae_training(self) -> str | None:
+        """How this run trains: "bcd", "expert" or "joint"; None for a model without MAE attention."""
+        config = self._gated_model().config
+        if getattr(config, "attention_type", None) != "mae":
+            return None
+        if self.args.mae_training is not None:
+            return self.args.mae_training
+        return "bcd" if config.mae_gate_type == "learned" else "expert"
+
+    def _gated_model(self) -> nn.Module:
+        """The model itself, without wrappers or adapters."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def _check_training(self) -> None:
+        """Raise a ValueError where the arguments and the model do not go together."""
+        args, model = self.args, self._gated_model()
+        args.check_gate_training()
+        config = model.config
+        attention_type = getattr(config, "attention_type", None)
+        if args.mae_training is not None and attention_type != "mae":
+            raise ValueError(
+                f"mae_training={args.mae_training!r} needs a model with MAE attention (got a "
+                f"{type(model).__name__} with attention_type={attention_type!r}). Leave it out, or "
+                'convert the model: upcycle(model, "mae").'
+            )
+        if args.mae_training == "bcd" and config.mae_gate_type == "uniform":
+            raise ValueError(
+                "mae_training='bcd' needs gates to train, and mae_gate_type='uniform' has none: give "
+                "mae_training='expert'."
+            )
+        if self.mae_training == "bcd":
+            if args.max_steps <= 0 and args.num_train_epochs <= 0:
+                raise ValueError(
+                    "mae_training='bcd' has its first G step in epoch 0: num_train_epochs must be above "
+                    f"0 (got {args.num_train_epochs})."
+                )
+            if self.is_deepspeed_enabled or self._is_fsdp1():
+                raise ValueError(
+                    "mae_training='bcd' updates gates and experts in turn, which DeepSpeed and FSDP "
+                    "version 1 cannot: use DDP or FSDP version 2, or mae_training='joint'."
+                )
+        has_cct = getattr(config, "cct_budgets", None) is not None
+        if has_cct and args.cct_noise_steps is None:
+            raise ValueError(
+                "cct_noise_steps must be given for a model with CCT: the optimiser steps over which the "
+                f"gates' noise grows to cct_noise_max={config.cct_noise_max} (below 1, that part of the "
+                "run; -1, all of it; got None)."
+            )
+        if args.cct_noise_steps is not None and not has_cct:
+            raise ValueError(
+                f"cct_noise_steps needs a model with CCT (got {args.cct_noise_steps} and a "
+                f"{type(model).__name__} without cct_budgets)."
+            )
+
+    def _is_fsdp1(self) -> bool:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        return self.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`. However it ends, the model is left in the phase "mixture".
+
+        Raises:
+            ValueError: the arguments do not go with the model.
+            TrainingDivergedError: the loss or its gradients were not finite.
+        """
+        self._has_begun, self._descent = False, None
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._descent is not None:
+                self._descent.finish()
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As in `Trainer`; block coordinate descent keeps the gates out of it."""
+        self._check_training()  # here, a `model_init` has run
+        optimizer = super().create_optimizer(model)
+        if self.mae_training == "bcd":
+            keep_gates_out(optimizer, self.model if model is None else model)
+        return optimizer
+
+    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
+        self._epoch = epoch
+        super()._run_epoch(*args, epoch=epoch, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
+        """The micro-batches of the next update, which a G step sees first."""
+        self._next_batches = super().get_batch_samples(*args, **kwargs)
+        return self._next_batches
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Forward and backward on one micro-batch; before the first of an update, its G step."""
+        if self._next_batches is not None:
+            batches, num_items = self._next_batches
+            self._next_batches = None
+            self._begin_update(model, batches, num_items)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._loss_is_finite = loss.isfinite() & self._loss_is_finite
+        return loss
+
+    def _begin_update(self, model: nn.Module, batches: list, num_items: Any) -> None:
+        gated = self._gated_model()
+        self._loss_is_finite = True
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin_run(gated)
+        if self.args.cct_noise_steps is not None:
+            steps = noise_steps(self.args.cct_noise_steps, self.state.max_steps)
+            scale = cct_noise_scale(self.state.global_step, steps, gated.config.cct_noise_max)
+            gated.set_cct_noise_scale(scale)
+        if self._descent is not None and self._descent.has_gate_steps(self._epoch):
+            self._gate_step(model, batches, num_items)
+
+    def _begin_run(self, gated: nn.Module) -> None:
+        if not hasattr(gated, "set_global_statistics"):
+            return  # a plain model of transformers
+        gated.set_global_statistics(
+            gate_norm=self.args.sync_gate_norm, router_balance=self.args.router_global_balance
+        )
+        if self.mae_training in ("bcd", "expert"):
+            self._descent = BlockCoordinateDescent(
+                gated,
+                learning_rate=self.args.gate_learning_rate,
+                gate_every_n_epochs=(
+                    self.args.gate_every_n_epochs if self.mae_training == "bcd" else None
+                ),
+            )
+
+    def _gate_step(self, model: nn.Module, batches: list, num_items: Any) -> None:
+        # inside DDP's wrapper, which would wait for gradients of all parameters
+        inner = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        model = inner if self._is_ddp(model) else model
+        step = super().training_step
+        scaler = getattr(self.accelerator, "scaler", None)
+        try:
+            self._descent.gate_step(
+                lambda batch: step(model, dict(batch), num_items), batches, scaler=scaler
+            )
+        except NonFiniteGradientError as error:
+            self._stop_diverged("a G step", error)
+
+    @staticmethod
+    def _is_ddp(model: nn.Module) -> bool:
+        model = getattr(model, "_orig_mod", model)
+        return isinstance(model, DistributedDataParallel)
+
+    # --- the loss ---------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """As in `Trainer`; but smoothed labels are shifted where the model shifts them, and the
+        auxiliary losses stay in."""
+        in_gate_step = self._descent is not None and self._descent.model.mae_phase == "gate"
+        records = model.training and not in_gate_step
+        if records and self.mae_training is not None:
+            inputs = {**inputs, "output_expert_weights": True}
+        smoother, self.label_smoother = self.label_smoother, None
+
+        def forward(**inputs: Any) -> Any:
+            outputs = model(**inputs)
+            if not isinstance(outputs, dict) or outputs.get("loss") is None:
+                return outputs
+            if smoother is not None and "labels" in inputs:
+                outputs["loss"] = smoothed_loss(
+                    outputs,
+                    inputs["labels"],
+                    epsilon=smoother.epsilon,
+                    shifts_labels=self._loss_shifts_labels,
+                    num_items_in_batch=inputs.get("num_items_in_batch"),
+                )
+            if records:
+                self._record(outputs, num_items_in_batch)
+            return outputs
+
+        try:
+            loss, outputs = super().compute_loss(
+                forward, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+            )
+        finally:
+            self.label_smoother = smoother
+        if records and self._descent is not None:
+            loss = self._descent.with_idle_gates(loss)
+        return (loss, outputs) if return_outputs else loss
+
+    # --- logs -------------------------------------------------------------------------------------
+
+    def _record(self, outputs: Any, num_items_in_batch: Any) -> None:
+        part = None
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            part = 1 / self.current_gradient_accumulation_steps
+            if self.args.average_tokens_across_devices:
+                part /= self.accelerator.num_processes
+        gated = self._gated_model()
+        self._statistics.add_outputs(outputs, part_of_mean=part, budgets=_distinct_budgets(gated))
+        self._statistics.latest["loss"] = outputs["loss"].detach().mean()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As in `Trainer`; training logs also carry what `StepStatistics` gathered."""
+        if "loss" in logs:
+            logs |= self._statistics.drain(self._sum_over_processes)
+        super().log(logs, start_time)
+
+    def _sum_over_processes(self, x: Tensor) -> Tensor:
+        if self.accelerator.num_processes == 1:
+            return x
+        return self.accelerator.reduce(x.to(self.args.device), reduction="sum").cpu()
+
+    # --- divergence -------------------------------------------------------------------------------
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        # The same on all processes, and before the update. A scaler skips infinite gradients itself.
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = None if grad_norm is None else torch.as_tensor(grad_norm)
+        if norm is not None and not bool(norm.isfinite().all()):
+            if getattr(self.accelerator, "scaler", None) is None:
+                self._stop_diverged("an update", f"The norm of the gradients is {float(norm)}.")
+            is_finite = self._sum_over_processes(torch.as_tensor(self._loss_is_finite).double().cpu())
+            if float(is_finite) < self.accelerator.num_processes:
+                self._stop_diverged("an update", "The loss is infinite or no number.")
+        return grad_norm
+
+    def _stop_diverged(self, what: str, found: object) -> None:
+        """Save the model beside the checkpoints, so that no resumption picks it, and raise."""
+        folder = Path(self._get_output_dir(trial=None), f"diverged-{self.state.global_step}")
+        self.save_model(str(folder))
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+        parts = self._statistics.latest
+        losses = ", ".join(f"{name} {float(value):.4g}" for name, value in parts.items())
+        raise TrainingDivergedError(
+            f"Training diverged in {what} at step {self.state.global_step} (epoch {self._epoch}). "
+            f"{found} Last losses: {losses or 'none'}. The model as it was before is in "
+            f"{folder}. Try a lower learning_rate or more warmup_steps"
+            + ("; a lower gate_learning_rate" if self._descent is not None else "")
+            + ("; a larger router_z_loss_coef" if "router_z_loss" in parts else "")
+            + ("; bf16 in place of fp16." if self.args.fp16 else ".")
+        )
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._staged is None else str(self._staged)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As in `Trainer`; but a checkpoint has its name only when it is whole."""
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        best_checkpoint = self.state.best_model_checkpoint
+        if self.args.should_save:
+            stage(folder)
+        self.accelerator.wait_for_everyone()
+        self._staged = folder.parent / STAGING_FOLDER
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            staged, self._staged = self._staged / folder.name, None
+        if self.state.best_global_step == self.state.global_step:
+            best_checkpoint = str(folder)
+        self.state.best_model_checkpoint = best_checkpoint
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self.state.save_to_json(str(staged / "trainer_state.json"))
+            publish(staged, folder)
+            discard_unfinished(folder.parent)
+        self.accelerator.wait_for_everyone()
+        if self._push_later is not None:
+            self._push_later = None
+            super()._push_from_checkpoint(str(folder))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(folder.parent),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # uploads go on in the background, under the name that the folder will have
+        self._push_later = checkpoint_folder
+
+
+class MoaTrainer(_GatedTraining, Trainer):
+    """`Trainer` for gated models (and any other).
+
+    It adds: block coordinate descent for MAE; the schedule of CCT's noise; logs of loss parts, compute,
+    gate entropy and expert load, to whatever `report_to` names (`StepStatistics`); label smoothing that
+    keeps the auxiliary losses; checkpoints that are whole or not there; and an end to a run that
+    diverges.
+
+    Args:
+        model, and all others: as in `Trainer`.
+        args (`MoaTrainingArguments`): the training arguments.
+
+    Raises:
+        ValueError: the arguments are of another class, or do not go with the model.
+    """
+
+    arguments_class = MoaTrainingArguments
+
+
+class MoaSeq2SeqTrainer(_GatedTraining, Seq2SeqTrainer):
+    """`Seq2SeqTrainer` with what `MoaTrainer` adds; its `args` are `MoaSeq2SeqTrainingArguments`."""
+
+    arguments_class = MoaSeq2SeqTrainingArguments
+
+
+def _distinct_budgets(model: nn.Module) -> list | None:
+    config = getattr(model, "config", None)
+    if getattr(config, "cct_budgets", None) is None:
+        return None
+    budgets = config.budget_pairs if config.is_encoder_decoder else config.stack_budgets
+    return sorted(set(budgets), reverse=True)

@@ -1,0 +1,83 @@
+"""Tiny training runs for the tests of the trainers."""
+
+from __future__ import annotations
+
+import torch
+from common import batch, randomize
+from families import CASE
+
+from hf_moa.training import MoaSeq2SeqTrainingArguments, MoaTrainer, MoaTrainingArguments
+
+CLASSES = {
+    "bert": CASE["BertForSequenceClassification"],
+    "bert-lm": CASE["BertForMaskedLM"],
+    "gpt2": CASE["GPT2LMHeadModel"],
+    "t5": CASE["T5ForConditionalGeneration"],
+}
+# Updates are gradients times -1, so that equal models mean equal gradients.
+PLAIN_SGD = {
+    "learning_rate": 1.0,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0,
+    "weight_decay": 0.0,
+}
+
+
+def build(name, *, dropout=False, seed=0, **fields):
+    case = CLASSES[name]
+    torch.manual_seed(seed)
+    fields = fields if dropout else case.family.no_dropout | fields
+    return randomize(case.gated(case.config(**fields)))
+
+
+def rows(name, count=8, length=12):
+    """Rows without padding: every part of a batch has its share of the tokens."""
+    ids, _ = batch(batch_size=count, length=length)
+    ids[:, -1] = 1
+    for b in range(count):
+        row = {"input_ids": ids[b], "attention_mask": torch.ones(length, dtype=torch.long)}
+        yield row | {"labels": torch.tensor(b % 3) if name == "bert" else ids[b].clone()}
+
+
+def trainer(name, model, folder, *, trainer_class=MoaTrainer, data=None, **arguments):
+    settings = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "cct_noise_steps": -1 if getattr(model.config, "has_cct", False) else None,
+    }
+    seq2seq = trainer_class.__name__ == "MoaSeq2SeqTrainer"
+    arguments_class = MoaSeq2SeqTrainingArguments if seq2seq else MoaTrainingArguments
+    data = list(rows(name)) if data is None else data
+    return trainer_class(
+        model=model,
+        args=arguments_class(str(folder), **settings | arguments),
+        train_dataset=data,
+        eval_dataset=data,
+    )
+
+
+def run(name, model, folder, **arguments):
+    made = trainer(name, model, folder, **arguments)
+    made.train()
+    return made
+
+
+def gates(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters() if ".mixture.gate." in n}
+
+
+def experts(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters() if ".mixture.gate." not in n}
+
+
+def assert_same(actual, expected):
+    """Bit for bit."""
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name

@@ -1,0 +1,426 @@
+"""`MoaTrainer`: exact accumulation and resumption; its losses, logs, checkpoints and errors."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import CLASSES, PLAIN_SGD, assert_same, build, rows, run, trainer
+from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_moa.training import (
+    MoaSeq2SeqTrainer,
+    MoaTrainer,
+    MoaTrainingArguments,
+    TrainingDivergedError,
+    evaluate_budgets,
+)
+
+Z_LOSS_ALONE = {  # the balance loss, a product of two means, is no sum over micro-batches
+    "attention_type": "moa",
+    "router_balance_loss_coef": 0.0,
+    "router_z_loss_coef": 1.0,
+}
+VARIANTS = {
+    "mha": {},
+    "mae": {"attention_type": "mae"},
+    "moa": {"attention_type": "moa", "router_type": "noisy_topk", "ffn_type": "moe"},
+    "mae-cct": {"attention_type": "mae", "cct_budgets": [1, 0.5]},
+}
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("fields", [{}, Z_LOSS_ALONE], ids=["mha", "moa"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_accumulation_changes_no_gradient(name, fields, smoothing, tmp_path):
+    models = []
+    for batch_size, accumulation in ((8, 1), (4, 2), (2, 4)):
+        model = build(name, **fields)
+        run(
+            name,
+            model,
+            tmp_path,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            label_smoothing_factor=smoothing,
+            **PLAIN_SGD,
+        )
+        models.append(model.state_dict())
+    for other in models[1:]:
+        for key, tensor in models[0].items():
+            torch.testing.assert_close(other[key], tensor, atol=3e-5, rtol=1e-5, msg=key)
+
+
+class _StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resumption_is_bit_exact(variant, stop, tmp_path):
+    """Weights, buffers, optimiser, schedule and noise; the data's order too, since they follow."""
+    settings = {
+        "num_train_epochs": 3,
+        "max_steps": -1,
+        "gate_every_n_epochs": 2,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "max_grad_norm": 0.5,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_only_model": False,
+    }
+    fields = VARIANTS[variant]
+    whole = build("bert", dropout=True, **fields)
+    reference = run("bert", whole, tmp_path / "whole", **settings)
+    assert reference.state.global_step == 6
+    stopped = trainer("bert", build("bert", dropout=True, **fields), tmp_path / "parts", **settings)
+    stopped.add_callback(_StopAt(stop))
+    stopped.train()
+    resumed = trainer(
+        "bert", build("bert", dropout=True, seed=7, **fields), tmp_path / "parts", **settings
+    )
+    torch.rand(5)  # the process has a past of its own
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert_same(_tensors(resumed.model), _tensors(whole))
+    assert_same(_optimizer_state(resumed), _optimizer_state(reference))
+    assert resumed.lr_scheduler.state_dict() == reference.lr_scheduler.state_dict()
+
+
+def _tensors(model):
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def _optimizer_state(made):
+    state = made.optimizer.state_dict()["state"]
+    return {(i, name): value for i, entry in state.items() for name, value in entry.items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradient_checkpointing_changes_nothing(variant, tmp_path):
+    models = []
+    for checkpointing in (False, True):
+        model = build("bert", dropout=True, **VARIANTS[variant])
+        run("bert", model, tmp_path, max_steps=3, gradient_checkpointing=checkpointing, **PLAIN_SGD)
+        models.append(_tensors(model))
+    for key, tensor in models[0].items():  # statistics of batch normalisation included
+        torch.testing.assert_close(models[1][key], tensor, atol=1e-6, rtol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "clip"])
+def test_mixed_precision_and_clipping_train(mode, tmp_path):
+    model = build("bert", dropout=True, **VARIANTS["mae-cct"])
+    settings = {"bf16": True} if mode == "bf16" else {"max_grad_norm": 1e-3}
+    made = run(
+        "bert", model, tmp_path, max_steps=4, logging_strategy="steps", logging_steps=1, **settings
+    )
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    assert len(losses) == 4
+    assert all(map(math.isfinite, losses))
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"attention_type": "moa"}], ids=["mha", "moa"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_smoothed_loss_is_the_definition(name, fields, training, tmp_path):
+    """`(1 - e) * nll + e * mean(-log p)` over the labels, shifted where the model shifts them."""
+    model = build(name, **fields).double().train(training)
+    made = trainer(name, model, tmp_path, label_smoothing_factor=0.2)
+    inputs = made.data_collator(list(rows(name)))
+    if name != "bert":
+        inputs["labels"][2, 5:] = -100
+    actual = made.compute_loss(model, dict(inputs))
+    outputs = model(**inputs)
+    logits, labels = outputs.logits, inputs["labels"]
+    if name == "gpt2":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    valid = labels != -100
+    log_p = logits.log_softmax(-1)[valid]
+    nll = -log_p.gather(-1, labels[valid].unsqueeze(-1)).mean()
+    expected = 0.8 * nll + 0.2 * (-log_p).mean()
+    if fields and training:
+        expected = expected + outputs.aux_loss
+    torch.testing.assert_close(actual, expected)
+
+
+def test_smoothing_needs_classes(tmp_path):
+    model = build("bert", num_labels=1)
+    data = [row | {"labels": torch.tensor(0.5)} for row in rows("bert")]
+    made = trainer("bert", model, tmp_path, data=data, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        made.train()
+
+
+# --- logs -----------------------------------------------------------------------------------------
+
+
+def _logged(made):
+    return [entry for entry in made.state.log_history if "loss" in entry]
+
+
+def test_logs_of_routers(tmp_path):
+    model = build("bert-lm", **VARIANTS["moa"])
+    made = run(
+        "bert-lm",
+        model,
+        tmp_path,
+        max_steps=2,
+        logging_strategy="steps",
+        logging_steps=1,
+        gradient_accumulation_steps=2,
+        **PLAIN_SGD | {"learning_rate": 0.0},
+    )
+    first, second = _logged(made)
+    names = {"router_balance_loss", "router_z_loss", "router_importance_loss", "router_load_loss"}
+    assert {*names, "task_loss", "expert_load_max", "feed_forward_expert_load_min"} <= set(first)
+    coefficients = {"router_balance_loss": 0.01, "router_z_loss": 0.001}
+    aux = sum(coefficient * first[key] for key, coefficient in coefficients.items())
+    assert first["loss"] == pytest.approx(first["task_loss"] + aux, rel=1e-4)
+    assert first["expert_load_max"] >= 1 >= first["expert_load_min"]
+    assert first["router_z_loss"] != second["router_z_loss"]  # noise
+
+
+def test_logs_of_gates_and_compute(tmp_path):
+    model = build("t5", attention_type="mae", cct_budgets=[[1, 1], [1, 0.5]])
+    made = run("t5", model, tmp_path, max_steps=4, logging_strategy="steps", logging_steps=2)
+    for entry in _logged(made):
+        for half in ("encoder", "decoder", "cross"):
+            assert 0 < entry[f"{half}_gate_entropy"] <= math.log(4) + 1e-6
+        assert 0 <= entry["compute_fraction_1_1"] <= 1
+        assert 0 <= entry["compute_fraction_1_0.5"] <= 1
+        total = entry["encoder_budget_loss"] + entry["decoder_budget_loss"]
+        assert entry["loss"] == pytest.approx(entry["task_loss"] + total, rel=1e-4)
+
+
+def test_noise_grows_with_the_steps(tmp_path):
+    model, scales = build("bert", cct_budgets=[1, 0.5]), []
+    module = model.bert.encoder.layer[0].attention.self.cct.control
+    model.register_forward_pre_hook(lambda *_: scales.append(float(module.noise_scale)))
+    run("bert", model, tmp_path, max_steps=5, cct_noise_steps=4)
+    assert scales == [0.0, 1.25, 2.5, 3.75, 5.0]
+    scales.clear()
+    run("bert", model, tmp_path, max_steps=4, cct_noise_steps=0.5)
+    assert scales == [0.0, 2.5, 5.0, 5.0]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_best_model_is_loaded_and_the_limit_kept(tmp_path):
+    model = build("bert", attention_type="mae")
+    made = trainer(
+        "bert",
+        model,
+        tmp_path,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # so that the first is the best
+        learning_rate=1e-2,
+    )
+    made.train()
+    best = Path(made.state.best_model_checkpoint)
+    losses = {e["step"]: e["eval_loss"] for e in made.state.log_history if "eval_loss" in e}
+    assert best == tmp_path / f"checkpoint-{max(losses, key=losses.get)}"
+    assert {p.name for p in tmp_path.iterdir()} == {best.name, "checkpoint-4"}
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
+    assert made.evaluate()["eval_loss"] == pytest.approx(max(losses.values()), rel=1e-5)
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from runs import build, trainer
+made = trainer("bert", build("bert", attention_type="mae"), {folder!r}, max_steps=4,
+               save_strategy="steps", save_steps=1)
+write, calls = made.{method}, []
+def die(*args, **kwargs):
+    calls.append(1)
+    if len(calls) < 3:
+        return write(*args, **kwargs)
+    if {after}:
+        write(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+made.{method} = die
+made.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "after"),
+    [("_save", True), ("_save_optimizer_and_scheduler", False), ("_save_rng_state", True)],
+)
+def test_killed_run_goes_on_from_its_last_whole_checkpoint(method, after, tmp_path):
+    folder = tmp_path / "killed"
+    script = KILLED.format(path=sys.path, folder=str(folder), method=method, after=after)
+    died = subprocess.run([sys.executable, "-c", script], capture_output=True, env=os.environ)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    assert get_last_checkpoint(folder) == str(folder / "checkpoint-2")
+    assert any((folder / "_unfinished" / "checkpoint-3").iterdir())
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    resumed = trainer("bert", build("bert", attention_type="mae", seed=3), folder, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    whole = run("bert", build("bert", attention_type="mae"), tmp_path / "whole", **settings)
+    assert_same(_tensors(resumed.model), _tensors(whole.model))
+    assert not (folder / "_unfinished").exists()
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_divergence_stops_after_saving(variant, tmp_path):
+    model = build("bert", **VARIANTS[variant])
+    made = trainer("bert", model, tmp_path, max_steps=4, save_strategy="steps", save_steps=1)
+
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                made.saved = {k: v.clone() for k, v in model.state_dict().items()}
+                model.classifier.register_forward_hook(lambda *a: a[-1] * float("nan"))
+
+    made.add_callback(Poison())
+    with pytest.raises(TrainingDivergedError, match=r"step 2 .*learning_rate") as error:
+        made.train()
+    if variant != "mha":
+        assert ("gate" if variant.startswith("mae") else "router_z_loss") in str(error.value)
+    assert_same(
+        model.state_dict() if "mae" not in variant else _frozen(model), _frozen(made.saved, model)
+    )
+    folder = tmp_path / "diverged-2"
+    assert (folder / "model.safetensors").exists()
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 2
+    assert get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+def _frozen(source, model=None):
+    """Parameters alone: the gates' running statistics follow their inputs in any forward."""
+    if model is None:
+        return {name: p.detach() for name, p in source.named_parameters()}
+    names = dict(model.named_parameters()) if any("mixture" in name for name in source) else source
+    return {name: source[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "message"),
+    [
+        ({}, {"mae_training": "bcd"}, "mae_training='bcd' needs a model with MAE"),
+        ({"attention_type": "moa"}, {"mae_training": "joint"}, "attention_type='moa'"),
+        (
+            {"attention_type": "mae", "mae_gate_type": "uniform"},
+            {"mae_training": "bcd"},
+            "mae_training='expert'",
+        ),
+        ({"cct_budgets": [1, 0.5]}, {"cct_noise_steps": None}, "cct_noise_steps must be given"),
+        ({}, {"cct_noise_steps": 10}, "cct_noise_steps needs a model with CCT"),
+        (
+            {"attention_type": "mae"},
+            {"max_steps": -1, "num_train_epochs": 0},
+            r"num_train_epochs must be above 0 \(got 0\)",
+        ),
+    ],
+)
+def test_arguments_must_go_with_the_model(fields, arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer("bert", build("bert", **fields), tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"mae_training": "alternating"},
+            "mae_training must be 'bcd', 'expert', 'joint'.*'alternating'",
+        ),
+        ({"gate_every_n_epochs": 0}, "gate_every_n_epochs must be .* (got 0)"),
+        ({"gate_every_n_epochs": 1.5}, "gate_every_n_epochs"),
+        ({"gate_learning_rate": -1.0}, "gate_learning_rate"),
+        ({"cct_noise_steps": 0}, "cct_noise_steps"),
+        ({"cct_noise_steps": 2.5}, "cct_noise_steps"),
+        ({"cct_noise_steps": -2}, "cct_noise_steps"),
+    ],
+)
+def test_bad_arguments_are_errors(arguments, message, tmp_path):
+    message = message.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ValueError, match=message):
+        MoaTrainingArguments(str(tmp_path), use_cpu=True, **arguments)
+
+
+def test_plain_arguments_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match="MoaTrainingArguments"):
+        MoaTrainer(model=build("bert"), args=TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def test_budget_for_a_model_without_cct_is_an_error(tmp_path):
+    made = trainer("bert", build("bert"), tmp_path)
+    with pytest.raises(ValueError, match="CCT"):
+        evaluate_budgets(made, budgets=[0.5])
+
+
+# --- what else a `Trainer` does -------------------------------------------------------------------
+
+
+def test_models_of_transformers_train_too(tmp_path):
+    config = BertConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_labels=3
+    )
+    made = run("bert", BertForSequenceClassification(config), tmp_path, cct_noise_steps=None)
+    assert made.state.global_step == 1
+
+
+def test_model_init_trains_anew(tmp_path):
+    """As hyperparameter searches use it, which also change the arguments."""
+    arguments = MoaTrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    made = MoaTrainer(
+        model_init=lambda: build("bert", attention_type="mae"),
+        args=arguments,
+        train_dataset=list(rows("bert")),
+    )
+    made.train()
+    first = _tensors(made.model)
+    made.train()
+    assert_same(_tensors(made.model), first)
+    made.args.gate_learning_rate = 0.1
+    made.train()
+    name = next(name for name in first if ".mixture.gate.norm.weight" in name)
+    assert not torch.equal(_tensors(made.model)[name], first[name])
+    made.args.gate_learning_rate = 0.0
+    with pytest.raises(ValueError, match="gate_learning_rate"):
+        made.train()
+
+
+def test_seq2seq_trainer_generates(tmp_path):
+    model = build("t5", attention_type="mae")
+    made = trainer("t5", model, tmp_path, trainer_class=MoaSeq2SeqTrainer, predict_with_generate=True)
+    made.train()
+    prediction = made.predict(made.eval_dataset, max_length=7)
+    assert prediction.predictions.shape[0] == 8
+    assert (prediction.predictions[:, 7:] == 0).all()
+    assert model.mae_phase == "mixture"
