@@ -134,9 +134,9 @@ class BlockCoordinateDescent:
     def with_idle_gates(self, loss: Tensor) -> Tensor:
         """The loss of an F step, with the gates in its graph at no weight: DDP waits for a gradient of
         every parameter, and theirs are zero."""
-        if self.optimizer is None or not has_several_processes():
+        if not has_several_processes():
             return loss
-        idle = [p for p in self.optimizer.param_groups[0]["params"] if not isinstance(p, DTensor)]
+        idle = [p for p in gate_parameters(self.model) if not isinstance(p, DTensor)]
         return loss + 0.0 * sum(p.sum() for p in idle)
 
     def finish(self) -> None:

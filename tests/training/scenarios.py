@@ -1,0 +1,57 @@
+"""Runs that two processes and one do alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from runs import PLAIN_SGD
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run of two updates.
+
+    `is_deterministic`: nothing is drawn, so that 2 processes x 4 rows and 1 x 8 give the same model.
+    """
+
+    backbone: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    is_deterministic: bool = True
+    moves_gates: bool = False
+
+
+# Small steps, so that the second update does not blow up the first one's rounding.
+SETTINGS = PLAIN_SGD | {"learning_rate": 0.01, "max_steps": 2}
+MAE = {"attention_type": "mae"}
+# f of the balance loss over both processes; the other losses are means over tokens
+MOA = {"attention_type": "moa", "ffn_type": "moe", "router_balance_loss_coef": 1.0}
+JOINT = {"mae_training": "joint"}
+SCENARIOS = {
+    f"{backbone}-{name}": Scenario(backbone, **settings)
+    for backbone in ("bert", "bert-lm", "gpt2", "t5")
+    for name, settings in {
+        "mha": {},
+        "joint": {"fields": MAE, "arguments": JOINT, "moves_gates": True},
+        "bcd": {"fields": MAE, "is_deterministic": False, "moves_gates": True},
+        "bcd-own-norm": {
+            "fields": MAE,
+            "arguments": {"sync_gate_norm": False},
+            "is_deterministic": False,
+            "moves_gates": True,
+        },
+        "experts": {
+            "fields": MAE,
+            "arguments": {"mae_training": "expert"},
+            "is_deterministic": False,
+        },
+        "moa": {"fields": MOA, "arguments": {"router_global_balance": True}},
+        "moa-noisy": {
+            "fields": {**MOA, "router_type": "noisy_topk", "router_load_loss_coef": 0.1},
+            "is_deterministic": False,
+        },
+        "cct": {"fields": {**MAE, "cct_budgets": [1, 0.5]}, "is_deterministic": False,
+                "moves_gates": True},
+    }.items()
+}  # fmt: skip
