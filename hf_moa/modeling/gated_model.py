@@ -42,7 +42,8 @@ class GatedModel:
                 step: the mixture, and only gates receive gradients) or `"expert"` (the F step: one
                 expert drawn from the gate's distribution, and gates receive none). The gates'
                 running statistics follow their inputs in every phase. Eval always computes the
-                mixture. Under DDP, "gate" and "expert" need `find_unused_parameters=True`.
+                mixture. Under DDP, call the model inside the wrapper in the phase "gate", and average
+                the gates' gradients (`hf_moa.training.BlockCoordinateDescent` does).
 
         Raises:
             ValueError: unknown phase; no MAE attention in the model; `"gate"` with uniform or frozen

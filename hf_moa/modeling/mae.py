@@ -25,6 +25,7 @@ from .gate_cache import Window
 from .gate_norm import GateBatchNorm
 from .multi_head import MultiHead
 from .precision import at_least_float32
+from .process_sum import has_several_processes
 
 MAE_PHASES = ("mixture", "gate", "expert")
 EXPERT_SELECTIONS = ("argmax", "random", None)
@@ -185,7 +186,7 @@ class MixtureOfHeads(MultiHead):
         chosen = weights
         if self.training and self.phase == "expert":
             index = torch.multinomial(weights.flatten(0, -2), 1).view(weights.shape[:-1])
-            chosen = self._one_hot(index, weights)
+            chosen = self._one_hot(index, weights) + self._idle_gate()
         elif not self.training and self.selection == "argmax":
             chosen = self._one_hot(weights.argmax(dim=-1), weights)
         elif not self.training and self.selection == "random":
@@ -221,6 +222,13 @@ class MixtureOfHeads(MultiHead):
                 pooled = masked_mean(at_least_float32(hidden_states), padding_mask)
                 valid = None if padding_mask is None else padding_mask.any(dim=1)
             return self.gate(pooled, valid, dtype=hidden_states.dtype)
+
+    def _idle_gate(self) -> Tensor | float:
+        """Zero, and in a run of several processes a zero that has the gate in its graph: DDP waits for
+        a gradient of every parameter."""
+        if self.gate is None or not has_several_processes():
+            return 0.0
+        return 0.0 * sum(p.sum() for p in self.gate.parameters() if p.requires_grad)
 
     @staticmethod
     def _one_hot(index: Tensor, like: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_moa.modeling.mae import MaeGate
@@ -130,14 +130,6 @@ class BlockCoordinateDescent:
                 raise NonFiniteGradientError(f"The norm of the gates' gradients is {float(norm)}.")
             self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def with_idle_gates(self, loss: Tensor) -> Tensor:
-        """The loss of an F step, with the gates in its graph at no weight: DDP waits for a gradient of
-        every parameter, and theirs are zero."""
-        if not has_several_processes():
-            return loss
-        idle = [p for p in gate_parameters(self.model) if not isinstance(p, DTensor)]
-        return loss + 0.0 * sum(p.sum() for p in idle)
 
     def finish(self) -> None:
         """Leave the model in the phase "mixture"."""

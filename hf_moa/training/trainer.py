@@ -245,14 +245,9 @@ class _GatedTraining:
             return outputs
 
         try:
-            loss, outputs = super().compute_loss(
-                forward, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
-            )
+            return super().compute_loss(forward, inputs, return_outputs, num_items_in_batch)
         finally:
             self.label_smoother = smoother
-        if records and self._descent is not None:
-            loss = self._descent.with_idle_gates(loss)
-        return (loss, outputs) if return_outputs else loss
 
     # --- logs -------------------------------------------------------------------------------------
 

@@ -21,8 +21,7 @@ def train(name: str, folder: Path) -> None:
         model,
         folder / name,
         per_device_train_batch_size=4,
-        ddp_find_unused_parameters=False,
-        **SETTINGS | scenario.arguments,
+        **SETTINGS | {"ddp_find_unused_parameters": False} | scenario.arguments,
     )
     before = gates(model)
     made.train()

@@ -51,6 +51,12 @@ SCENARIOS = {
             "fields": {**MOA, "router_type": "noisy_topk", "router_load_loss_coef": 0.1},
             "is_deterministic": False,
         },
+        "find-unused": {  # the default of `Trainer`
+            "fields": MAE,
+            "arguments": {"ddp_find_unused_parameters": None},
+            "is_deterministic": False,
+            "moves_gates": True,
+        },
         "cct": {"fields": {**MAE, "cct_budgets": [1, 0.5]}, "is_deterministic": False,
                 "moves_gates": True},
     }.items()
