@@ -1,14 +1,14 @@
-"""What the example scripts share about gates: their flags, conversion, noise and budgets."""
+"""What the example scripts share about gates: their flags, conversion and budgets."""
 
 import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer
 
 import hf_moa
-from hf_moa.training import CCTNoiseCallback, evaluate_budgets, format_budget_table
+from hf_moa.training import evaluate_budgets, format_budget_table
 
 
 def optional(help_text: str):
@@ -48,9 +48,6 @@ class GatingArguments:
     )
     cct_budget_loss_coef: float | None = optional("CCT: weight of the budget loss.")
     cct_noise_max: float | None = optional("CCT: scale of the gate noise at the end of its growth.")
-    cct_noise_steps: int | None = optional(
-        "CCT: steps over which the gate noise grows. Default: all steps."
-    )
     eval_budgets: bool = field(
         default=False,
         metadata={
@@ -68,7 +65,7 @@ class GatingArguments:
 
     def config_fields(self) -> dict:
         """The given fields of the model config, `attention_type` aside."""
-        not_in_config = ("attention_type", "cct_noise_steps", "eval_budgets")
+        not_in_config = ("attention_type", "eval_budgets")
         fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in not_in_config}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -96,22 +93,13 @@ def convert(model: PreTrainedModel, gating_args: GatingArguments) -> PreTrainedM
     return model
 
 
-def gating_callbacks(gating_args: GatingArguments, model: PreTrainedModel) -> list[TrainerCallback]:
-    """What trains the model's gates beside `Trainer`.
-
-    Raises:
-        ValueError: a flag about CCT for a model without it.
-    """
-    if getattr(model.config, "cct_budgets", None):
-        return [CCTNoiseCallback(gating_args.cct_noise_steps)]
-    for name in ("eval_budgets", "cct_noise_steps"):
-        if getattr(gating_args, name):
-            raise ValueError(
-                f"`{name}` needs a model with CCT gates: give `cct_budgets`, or start from a "
-                f"checkpoint that has them (got {model.config.name_or_path or 'a new model'} "
-                "without)."
-            )
-    return []
+def check_budgets(gating_args: GatingArguments, model: PreTrainedModel) -> None:
+    """Raise a ValueError where budgets are asked of a model that has none."""
+    if gating_args.eval_budgets and not getattr(model.config, "cct_budgets", None):
+        raise ValueError(
+            "`eval_budgets` needs a model with CCT gates: give `cct_budgets`, or start from a "
+            f"checkpoint that has them (got {model.config.name_or_path or 'a new model'} without)."
+        )
 
 
 def evaluate_at_budgets(trainer: Trainer, eval_sets: dict) -> None:

@@ -1,5 +1,5 @@
-"""Trains a causal language model on text files with the plain `Trainer`, and measures perplexity: a
-gated GPT-2 (MAE, MoA, sparse experts, CCT) from scratch or from a GPT-2 checkpoint, or the plain one.
+"""Trains a causal language model on text files with `MoaTrainer`, and measures perplexity: a gated
+GPT-2 (MAE, MoA, sparse experts, CCT) from scratch or from a GPT-2 checkpoint, or the plain one.
 
 The flags are those of transformers' own `run_clm.py` where it has them, plus `GatingArguments`. From
 scratch on WikiText-2, with a byte-level BPE tokenizer trained on the way; the same without gates is
@@ -36,10 +36,9 @@ from pathlib import Path
 import datasets
 import numpy as np
 import torch
-from gating_arguments import GatingArguments, evaluate_at_budgets, gating_callbacks, optional
+from gating_arguments import GatingArguments, check_budgets, evaluate_at_budgets, optional
 from text_training import (
     ModelArguments,
-    check_label_smoothing,
     find_checkpoint,
     load_model,
     load_tokenizer,
@@ -59,11 +58,11 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Trainer,
-    TrainingArguments,
     default_data_collator,
     set_seed,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_moa.training import MoaTrainer, MoaTrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -199,21 +198,13 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {"token_loss": token_loss, "perplexity": math.exp(token_loss), "tokens": tokens}
 
 
-def is_shifted_by_trainer(model_class: type) -> bool:
-    """Whether `Trainer`, when it smooths labels, takes the next token as the label."""
-    return model_class.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
 def check_arguments(
-    data_args: DataTrainingArguments, training_args: TrainingArguments, model: PreTrainedModel
+    data_args: DataTrainingArguments,
+    gating_args: GatingArguments,
+    training_args: MoaTrainingArguments,
+    model: PreTrainedModel,
 ) -> None:
-    check_label_smoothing(training_args, model)
-    if training_args.label_smoothing_factor > 0 and not is_shifted_by_trainer(type(model)):
-        raise ValueError(
-            f"`label_smoothing_factor` must be 0 for a {type(model).__name__}: `Trainer` would not "
-            "shift its labels, and train it to repeat its input (got "
-            f"{training_args.label_smoothing_factor})."
-        )
+    check_budgets(gating_args, model)
     if data_args.generate_samples and not (training_args.do_eval or training_args.do_predict):
         raise ValueError(
             "`generate_samples` continues a text that is evaluated on: give `do_predict` or "
@@ -280,7 +271,7 @@ def write_samples(trainer: Trainer, blocks: TextBlocks, data_args: DataTrainingA
 
 def main(args: list[str] | None = None) -> None:
     model_args, data_args, gating_args, training_args = parse_arguments(
-        args, ModelArguments, DataTrainingArguments, GatingArguments, TrainingArguments
+        args, ModelArguments, DataTrainingArguments, GatingArguments, MoaTrainingArguments
     )
     set_up_logging(training_args, logger)
     checkpoint = find_checkpoint(training_args)
@@ -308,13 +299,13 @@ def main(args: list[str] | None = None) -> None:
         "pad_token_id": tokenizer.pad_token_id,
     }
     model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, token_fields)
-    check_arguments(data_args, training_args, model)
+    check_arguments(data_args, gating_args, training_args, model)
     block_size = check_block_size(data_args.block_size, model)
     blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}
     for split, each in blocks.items():
         logger.info(f"{split}: {len(each.ids):,} tokens in {len(each):,} blocks of {block_size}.")
 
-    trainer = Trainer(
+    trainer = MoaTrainer(
         model=model,
         args=training_args,
         train_dataset=first_samples(blocks["train"], data_args.max_train_samples)
@@ -327,7 +318,6 @@ def main(args: list[str] | None = None) -> None:
         preprocess_logits_for_metrics=token_losses,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        callbacks=gating_callbacks(gating_args, model),
     )
     if training_args.do_train:
         train(trainer, checkpoint)

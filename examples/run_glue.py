@@ -1,5 +1,5 @@
-"""Finetunes a model on a GLUE task with the plain `Trainer`: an ungated baseline, or a checkpoint
-converted to mixture-of-heads attention (MAE, MoA) and conditional computation (CCT).
+"""Finetunes a model on a GLUE task with `MoaTrainer`: an ungated baseline, or a checkpoint converted
+to mixture-of-heads attention (MAE, MoA) and conditional computation (CCT).
 
 The flags are those of transformers' own `run_glue.py`, plus `GatingArguments`. Baseline, MAE, and
 CCT at three budgets, from the same checkpoint and the same fresh classifier:
@@ -8,7 +8,7 @@ CCT at three budgets, from the same checkpoint and the same fresh classifier:
         --do_train --do_eval --learning_rate 2e-5 --output_dir out/bert
     python examples/run_glue.py ... --attention_type mae --output_dir out/mae
     python examples/run_glue.py ... --attention_type mha --cct_budgets 1 0.5 0.33 \
-        --eval_budgets --output_dir out/cct
+        --cct_noise_steps -1 --eval_budgets --output_dir out/cct
 
 On a laptop, without the Hub, from a folder of GLUE's published TSV files:
 
@@ -27,9 +27,9 @@ import datasets
 import numpy as np
 from gating_arguments import (
     GatingArguments,
+    check_budgets,
     convert,
     evaluate_at_budgets,
-    gating_callbacks,
     optional,
 )
 from text_training import find_checkpoint, parse_arguments, set_up_logging, train
@@ -41,12 +41,18 @@ from transformers import (
     EvalPrediction,
     PreTrainedModel,
     Trainer,
-    TrainingArguments,
     default_data_collator,
     set_seed,
 )
 
-from hf_moa.training import GLUE_TASKS, GlueMetric, GlueTask, load_glue_tsv
+from hf_moa.training import (
+    GLUE_TASKS,
+    GlueMetric,
+    GlueTask,
+    MoaTrainer,
+    MoaTrainingArguments,
+    load_glue_tsv,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +262,7 @@ def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:
 
 def main(args: list[str] | None = None) -> None:
     model_args, data_args, gating_args, training_args = parse_arguments(
-        args, ModelArguments, DataTrainingArguments, GatingArguments, TrainingArguments
+        args, ModelArguments, DataTrainingArguments, GatingArguments, MoaTrainingArguments
     )
     set_up_logging(training_args, logger)
     task = GLUE_TASKS[data_args.task_name]
@@ -265,7 +271,7 @@ def main(args: list[str] | None = None) -> None:
     # The model comes right after the seed, so that the variants draw the same classifier.
     set_seed(training_args.seed)
     model = load_model(model_args, gating_args, task)
-    callbacks = gating_callbacks(gating_args, model)
+    check_budgets(gating_args, model)
     label_ids = None if task.is_regression else label_order(model, task)
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -302,7 +308,7 @@ def main(args: list[str] | None = None) -> None:
         half = training_args.fp16 or training_args.bf16
         collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if half else None)
 
-    trainer = Trainer(
+    trainer = MoaTrainer(
         model=model,
         args=training_args,
         train_dataset=next(iter(train_sets.values()), None),
@@ -310,7 +316,6 @@ def main(args: list[str] | None = None) -> None:
         compute_metrics=make_compute_metrics(data_args.task_name, label_ids),
         processing_class=tokenizer,
         data_collator=collator,
-        callbacks=callbacks,
     )
     if training_args.do_train:
         train(trainer, checkpoint)

@@ -1,4 +1,4 @@
-"""Trains a translation model on parallel text files with the plain `Seq2SeqTrainer`, and measures
+"""Trains a translation model on parallel text files with `MoaSeq2SeqTrainer`, and measures
 sacreBLEU: a gated T5 (MAE, MoA, sparse experts, CCT) from scratch or from a T5 checkpoint, or the plain
 one.
 
@@ -33,11 +33,10 @@ from pathlib import Path
 
 import numpy as np
 from datasets import Dataset
-from gating_arguments import GatingArguments, evaluate_at_budgets, gating_callbacks, optional
+from gating_arguments import GatingArguments, check_budgets, evaluate_at_budgets, optional
 from sacrebleu.metrics import BLEU
 from text_training import (
     ModelArguments,
-    check_label_smoothing,
     find_checkpoint,
     load_model,
     load_tokenizer,
@@ -54,10 +53,10 @@ from transformers import (
     EvalPrediction,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     set_seed,
 )
+
+from hf_moa.training import MoaSeq2SeqTrainer, MoaSeq2SeqTrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +154,7 @@ def tokenize(
 
 
 class BleuMetric:
-    """`compute_metrics` of a `Seq2SeqTrainer` that generates.
+    """`compute_metrics` of a trainer that generates.
 
     The trainer hands over labels, which are cut off and may not decode to what the file says, in an
     order of its own (`group_by_length`): a reference is found by its labels.
@@ -193,14 +192,14 @@ class BleuMetric:
         return str(self.bleu.get_signature())
 
 
-def write_results(trainer: Seq2SeqTrainer, metrics: dict, prefix: str, bleu: BleuMetric) -> None:
+def write_results(trainer: MoaSeq2SeqTrainer, metrics: dict, prefix: str, bleu: BleuMetric) -> None:
     if f"{prefix}_bleu" in metrics:
         metrics[f"{prefix}_bleu_signature"] = bleu.signature
     trainer.log_metrics(prefix, metrics)
     trainer.save_metrics(prefix, metrics)
 
 
-def predict(trainer: Seq2SeqTrainer, dataset: Dataset, bleu: BleuMetric) -> None:
+def predict(trainer: MoaSeq2SeqTrainer, dataset: Dataset, bleu: BleuMetric) -> None:
     prediction = trainer.predict(dataset, metric_key_prefix="predict")
     metrics = {**prediction.metrics, "predict_samples": len(dataset)}
     write_results(trainer, metrics, "predict", bleu)
@@ -212,7 +211,7 @@ def predict(trainer: Seq2SeqTrainer, dataset: Dataset, bleu: BleuMetric) -> None
             print(f"\n{source}\n-> {translation}")
 
 
-def check_arguments(training_args: Seq2SeqTrainingArguments) -> None:
+def check_arguments(training_args: MoaSeq2SeqTrainingArguments) -> None:
     if training_args.do_predict and not training_args.predict_with_generate:
         raise ValueError(
             "`do_predict` translates, and needs `predict_with_generate` (got False). Add "
@@ -222,7 +221,7 @@ def check_arguments(training_args: Seq2SeqTrainingArguments) -> None:
 
 def main(args: list[str] | None = None) -> None:
     model_args, data_args, gating_args, training_args = parse_arguments(
-        args, ModelArguments, DataTrainingArguments, GatingArguments, Seq2SeqTrainingArguments
+        args, ModelArguments, DataTrainingArguments, GatingArguments, MoaSeq2SeqTrainingArguments
     )
     set_up_logging(training_args, logger)
     check_arguments(training_args)
@@ -254,7 +253,7 @@ def main(args: list[str] | None = None) -> None:
         "decoder_start_token_id": tokenizer.pad_token_id,
     }
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, token_fields)
-    check_label_smoothing(training_args, model)
+    check_budgets(gating_args, model)
     with training_args.main_process_first(desc="tokenizing"):
         sets = {
             split: tokenize(pairs[split], tokenizer, data_args, most)
@@ -267,7 +266,7 @@ def main(args: list[str] | None = None) -> None:
         training_args.generation_max_length = data_args.max_target_length
     bleu = BleuMetric(tokenizer, [sets[split] for split in ("validation", "test") if split in sets])
     on_tensor_cores = (training_args.fp16 or training_args.bf16) and not training_args.use_cpu
-    trainer = Seq2SeqTrainer(
+    trainer = MoaSeq2SeqTrainer(
         model=model,
         args=training_args,
         train_dataset=sets["train"] if training_args.do_train else None,
@@ -278,7 +277,6 @@ def main(args: list[str] | None = None) -> None:
         data_collator=DataCollatorForSeq2Seq(
             tokenizer, model=model, pad_to_multiple_of=8 if on_tensor_cores else None
         ),
-        callbacks=gating_callbacks(gating_args, model),
     )
     if training_args.do_train:
         train(trainer, checkpoint)

@@ -240,31 +240,6 @@ def _parse_overrides(overrides: str | None) -> dict:
     return fields
 
 
-def has_auxiliary_loss(model: PreTrainedModel) -> bool:
-    """Whether training adds a loss of routers or budgets to that of the task."""
-    config = model.config
-    return (
-        getattr(config, "attention_type", "mha") == "moa"
-        or getattr(config, "ffn_type", "dense") == "moe"
-        or bool(getattr(config, "cct_budgets", None))
-    )
-
-
-def check_label_smoothing(training_args: TrainingArguments, model: PreTrainedModel) -> None:
-    """With label smoothing `Trainer` computes the loss itself, from the logits alone.
-
-    Raises:
-        ValueError: the model has an auxiliary loss, which would be left out.
-    """
-    factor = training_args.label_smoothing_factor
-    if factor > 0 and has_auxiliary_loss(model):
-        raise ValueError(
-            "`label_smoothing_factor` must be 0 for a model with MoA, MoE or CCT: `Trainer` would "
-            "leave out their auxiliary loss, and routers and budgets would not be trained "
-            f"(got {factor})."
-        )
-
-
 def train(trainer: Trainer, checkpoint: str | None) -> None:
     result = trainer.train(resume_from_checkpoint=checkpoint)
     metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}

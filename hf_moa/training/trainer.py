@@ -56,7 +56,7 @@ class _GatedTraining:
         self._push_later: str | None = None
         super().__init__(model, args, *rest, **kwargs)
         if self.model_init is None:
-            self._check_training()
+            self._check_training(trains=self.train_dataset is not None)
 
     # --- what is trained how ----------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class _GatedTraining:
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    def _check_training(self) -> None:
+    def _check_training(self, *, trains: bool) -> None:
         """Raise a ValueError where the arguments and the model do not go together."""
         args, model = self.args, self._gated_model()
         args.check_gate_training()
@@ -104,7 +104,7 @@ class _GatedTraining:
                     "version 1 cannot: use DDP or FSDP version 2, or mae_training='joint'."
                 )
         has_cct = getattr(config, "cct_budgets", None) is not None
-        if has_cct and args.cct_noise_steps is None:
+        if trains and has_cct and args.cct_noise_steps is None:
             raise ValueError(
                 "cct_noise_steps must be given for a model with CCT: the optimiser steps over which the "
                 f"gates' noise grows to cct_noise_max={config.cct_noise_max} (below 1, that part of the "
@@ -138,7 +138,7 @@ class _GatedTraining:
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`; block coordinate descent keeps the gates out of it."""
-        self._check_training()  # here, a `model_init` has run
+        self._check_training(trains=True)  # here, a `model_init` has run
         optimizer = super().create_optimizer(model)
         if self.mae_training == "bcd":
             keep_gates_out(optimizer, self.model if model is None else model)

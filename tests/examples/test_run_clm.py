@@ -200,7 +200,7 @@ def test_gated_from_scratch(arguments, fields):
 
 
 def test_cct_is_evaluated_at_each_budget(arguments, capsys):
-    arguments.update(attention_type="mha", cct_budgets=[1, 0.5], eval_budgets=True)
+    arguments.update(attention_type="mha", cct_budgets=[1, 0.5], cct_noise_steps=-1, eval_budgets=True)
     run_clm.main(command_line(arguments))
     rows = read_json(arguments, "budget_results_validation.json")
     assert [row["budget"] for row in rows] == [1.0, 0.5]
@@ -304,10 +304,7 @@ def test_the_same_text_gives_the_same_tokenizer():
             {"generate_samples": 1, "do_eval": False},
             "`generate_samples` .*`do_predict` or `do_eval`",
         ),
-        (
-            {"attention_type": "mha", "cct_budgets": [1, 0.5], "label_smoothing_factor": 0.1},
-            r"`label_smoothing_factor` must be 0 .*auxiliary loss.*got 0.1",
-        ),
+        ({"attention_type": "mha", "cct_budgets": [1, 0.5]}, "cct_noise_steps must be given"),
     ],
 )
 def test_arguments_that_cannot_work_are_errors(arguments, changes, message):
@@ -315,8 +312,10 @@ def test_arguments_that_cannot_work_are_errors(arguments, changes, message):
         run_clm.main(command_line({**arguments, **changes}))
 
 
-def test_label_smoothing_of_a_model_that_trainer_does_not_shift_is_an_error(arguments):
-    if run_clm.is_shifted_by_trainer(hf_moa.MoaGPT2LMHeadModel):
-        pytest.skip("Trainer knows MoaGPT2LMHeadModel as a causal language model.")
-    with pytest.raises(ValueError, match=r"`label_smoothing_factor` must be 0 .*shift"):
-        run_clm.main(command_line({**arguments, "label_smoothing_factor": 0.1}))
+@pytest.mark.parametrize("training", ["bcd", "joint"])
+def test_gates_are_trained_as_asked(arguments, training):
+    arguments.update(attention_type="mae", mae_training=training, label_smoothing_factor=0.1)
+    arguments.update(logging_steps=1, save_strategy="no")
+    run_clm.main(command_line(arguments))
+    log = read_json(arguments, "trainer_state.json")["log_history"]
+    assert all(entry["gate_entropy"] > 0 for entry in log if "loss" in entry)

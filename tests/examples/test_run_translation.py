@@ -202,7 +202,7 @@ def test_gated_from_scratch(arguments, fields):
 
 
 def test_cct_is_evaluated_at_each_budget(arguments):
-    arguments.update(attention_type="mha", cct_budgets=[1, 0.5], eval_budgets=True)
+    arguments.update(attention_type="mha", cct_budgets=[1, 0.5], cct_noise_steps=-1, eval_budgets=True)
     run_translation.main(command_line(arguments))
     rows = read_json(arguments, "budget_results_validation.json")
     assert [row["budget"] for row in rows] == [1.0, 0.5]
@@ -210,8 +210,9 @@ def test_cct_is_evaluated_at_each_budget(arguments):
     assert rows[0]["eval_bleu"] == read_json(arguments, "eval_results.json")["eval_bleu"]
 
 
-def test_label_smoothing_without_auxiliary_loss(arguments):
-    arguments.update(attention_type="mae", label_smoothing_factor=0.1, max_steps=1)
+@pytest.mark.parametrize("attention_type", ["mae", "moa"])
+def test_label_smoothing(arguments, attention_type):
+    arguments.update(attention_type=attention_type, label_smoothing_factor=0.1, max_steps=1)
     run_translation.main(command_line(arguments))
     assert read_json(arguments, "eval_results.json")["eval_loss"] > 0
 
@@ -284,10 +285,7 @@ def test_stopped_run_resumes_as_if_it_had_not_stopped(arguments, tmp_path):
         ({"config_overrides": "n_layer=2"}, "`n_layer` must be a field of MoaT5Config"),
         ({"mae_num_dropped_heads": 2}, "`mae_num_dropped_heads` .*need `attention_type`"),
         ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT gates"),
-        (
-            {"attention_type": "moa", "label_smoothing_factor": 0.1},
-            r"`label_smoothing_factor` must be 0 .*auxiliary loss.*got 0.1",
-        ),
+        ({"attention_type": "mha", "cct_budgets": [1, 0.5]}, "cct_noise_steps must be given"),
     ],
 )
 def test_arguments_that_cannot_work_are_errors(arguments, changes, message):
