@@ -32,7 +32,8 @@ def local_readme(tmp_path):
     return text.replace("user/model", str(tmp_path / "gated"))
 
 
-def test_python_of_the_readme_runs(local_readme):
+def test_python_of_the_readme_runs(local_readme, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", local_readme, flags=re.DOTALL)
     assert len(blocks) >= 4
     torch.manual_seed(0)
