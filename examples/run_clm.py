@@ -33,20 +33,26 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import datasets
 import numpy as np
 import torch
 from gating_arguments import GatingArguments, check_budgets, evaluate_at_budgets, optional
+from text_blocks import (
+    IGNORE_INDEX,
+    TextBlocks,
+    TextFileArguments,
+    check_block_size,
+    load_lines,
+    token_fields,
+    train_tokenizer,
+)
 from text_training import (
     ModelArguments,
     find_checkpoint,
     load_model,
     load_tokenizer,
     parse_arguments,
-    read_lines,
     set_up_logging,
     train,
-    train_byte_level_bpe,
 )
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -55,8 +61,6 @@ from transformers import (
     AutoModelForCausalLM,
     EvalPrediction,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     Trainer,
     default_data_collator,
     set_seed,
@@ -66,19 +70,11 @@ from hf_moa.training import MoaTrainer, MoaTrainingArguments
 
 logger = logging.getLogger(__name__)
 
-END_OF_TEXT = "<|endoftext|>"
-IGNORE_INDEX = -100
-
 
 @dataclass
-class DataTrainingArguments:
+class DataTrainingArguments(TextFileArguments):
     """Which texts to train and evaluate on, and how they are cut up."""
 
-    dataset_name: str | None = optional("Data set of the Hub, instead of files.")
-    dataset_config_name: str | None = optional("Its configuration.")
-    train_file: str | None = optional("Training text, plain or .gz.")
-    validation_file: str | None = optional("Text for --do_eval.")
-    test_file: str | None = optional("Text for --do_predict.")
     block_size: int | None = optional("Tokens per block. Default: what the model takes, at most 1024.")
     max_train_samples: int | None = optional("Train on the first so many blocks only.")
     max_eval_samples: int | None = optional("Evaluate on the first so many blocks only.")
@@ -92,93 +88,6 @@ class DataTrainingArguments:
     )
     prompt_tokens: int = field(default=32, metadata={"help": "Tokens that a sample starts from."})
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens to add to them."})
-
-    def __post_init__(self):
-        if self.dataset_name is not None and any(self.files().values()):
-            raise ValueError(
-                "Give either `dataset_name` or files, not both (got "
-                f"{self.dataset_name!r} and {[f for f in self.files().values() if f]})."
-            )
-
-    def files(self) -> dict[str, str | None]:
-        return {
-            "train": self.train_file,
-            "validation": self.validation_file,
-            "test": self.test_file,
-        }
-
-
-class TextBlocks(Dataset):
-    """A text's tokens in blocks for a causal language model.
-
-    A block begins with the last token of the one before, and the last block reaches back to be a
-    whole one; labels leave out what another block predicts. So every token but the first is predicted
-    exactly once, and no block is padded.
-
-    Args:
-        lines: the text. A token that stands for its beginning is put before it.
-        block_size: tokens per block, at least 2.
-    """
-
-    def __init__(self, lines: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int):
-        start = tokenizer.bos_token_id
-        if start is None:
-            start = tokenizer.eos_token_id
-        if start is None:
-            raise ValueError(
-                "The tokenizer must have a bos_token or eos_token, to begin a text with (got neither)."
-            )
-        parts = [np.array([start])]
-        for i in range(0, len(lines), 1000):
-            encoded = tokenizer(lines[i : i + 1000], add_special_tokens=False, verbose=False)
-            parts += [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
-        self.ids = torch.from_numpy(np.concatenate(parts))
-        self.block_size = block_size
-        self.num_words = sum(len(line.split()) for line in lines)
-        self.num_lines = len(lines)
-
-    def __len__(self) -> int:
-        return math.ceil((len(self.ids) - 1) / (self.block_size - 1))
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        first = index * (self.block_size - 1)
-        end = min(first + self.block_size, len(self.ids))
-        start = max(0, end - self.block_size)
-        labels = self.ids[start:end].clone()
-        labels[: first + 1 - start] = IGNORE_INDEX
-        return {"input_ids": self.ids[start:end], "labels": labels}
-
-
-def load_lines(model_args: ModelArguments, data_args: DataTrainingArguments, split: str) -> list[str]:
-    """The text of a split, as lines with their ends."""
-    if data_args.dataset_name is None:
-        path = data_args.files()[split]
-        if path is None:
-            raise ValueError(f"The {split} text is needed: give `{split}_file` or `dataset_name`.")
-        return read_lines(path, f"{split}_file")
-    raw_datasets = datasets.load_dataset(
-        data_args.dataset_name,
-        data_args.dataset_config_name,
-        cache_dir=model_args.cache_dir,
-        token=model_args.token,
-    )
-    if split not in raw_datasets:
-        raise ValueError(
-            f"`dataset_name` must have the split {split!r} (got {', '.join(raw_datasets)})."
-        )
-    columns = raw_datasets[split].column_names
-    rows = raw_datasets[split]["text" if "text" in columns else columns[0]]
-    return [row if row.endswith("\n") else row + "\n" for row in rows]
-
-
-def train_tokenizer(lines: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=train_byte_level_bpe(lines, vocab_size, [END_OF_TEXT], add_prefix_space=False),
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def token_losses(logits, labels: Tensor) -> Tensor:
@@ -210,18 +119,6 @@ def check_arguments(
             "`generate_samples` continues a text that is evaluated on: give `do_predict` or "
             f"`do_eval` (got {data_args.generate_samples} samples and neither)."
         )
-
-
-def check_block_size(block_size: int | None, model: PreTrainedModel) -> int:
-    limit = getattr(model.config, "max_position_embeddings", 1024)
-    if block_size is None:
-        return min(limit, 1024)
-    if not 2 <= block_size <= limit:
-        raise ValueError(
-            f"`block_size` must be between 2 and the {limit} positions of the model (got "
-            f"{block_size}). A model from scratch takes more with --config_overrides n_positions=..."
-        )
-    return block_size
 
 
 def evaluate(trainer: Trainer, blocks: TextBlocks, max_samples: int | None, prefix: str) -> None:
@@ -292,13 +189,8 @@ def main(args: list[str] | None = None) -> None:
 
     # The model comes right after the seed, so that variants draw what they share alike.
     set_seed(training_args.seed)
-    token_fields = {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, token_fields)
+    fields = token_fields(tokenizer)
+    model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
     check_arguments(data_args, gating_args, training_args, model)
     block_size = check_block_size(data_args.block_size, model)
     blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}

@@ -28,31 +28,32 @@ The arguments can stand in one JSON file instead: `python examples/run_translati
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from datasets import Dataset
 from gating_arguments import GatingArguments, check_budgets, evaluate_at_budgets, optional
-from sacrebleu.metrics import BLEU
+from parallel_text import (
+    BleuMetric,
+    ParallelTextArguments,
+    check_special_tokens,
+    load_pairs,
+    token_fields,
+    tokenize,
+    train_tokenizer,
+)
 from text_training import (
     ModelArguments,
     find_checkpoint,
     load_model,
     load_tokenizer,
     parse_arguments,
-    read_lines,
     set_up_logging,
     train,
-    train_byte_level_bpe,
 )
-from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
-    EvalPrediction,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     set_seed,
 )
 
@@ -60,136 +61,15 @@ from hf_moa.training import MoaSeq2SeqTrainer, MoaSeq2SeqTrainingArguments
 
 logger = logging.getLogger(__name__)
 
-PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
-IGNORE_INDEX = -100
-
 
 @dataclass
-class DataTrainingArguments:
+class DataTrainingArguments(ParallelTextArguments):
     """Which pairs of texts to train and evaluate on, and how they are prepared."""
 
-    train_source: str | None = optional("Training text, a sentence a line, plain or .gz.")
-    train_target: str | None = optional("Its translation, line by line.")
-    validation_source: str | None = optional("Text for --do_eval.")
-    validation_target: str | None = optional("Its translation.")
-    test_source: str | None = optional("Text for --do_predict.")
-    test_target: str | None = optional("Its translation.")
-    source_prefix: str = field(
-        default="", metadata={"help": "Put before every source text; T5 checkpoints want one."}
-    )
-    max_source_length: int = field(
-        default=128, metadata={"help": "Longer sources are cut off at this number of tokens."}
-    )
-    max_target_length: int = field(
-        default=128,
-        metadata={
-            "help": "The same for targets. Also the default of --generation_max_length. BLEU is "
-            "computed from whole targets."
-        },
-    )
     max_train_samples: int | None = optional("Train on the first so many pairs only.")
     max_eval_samples: int | None = optional("Evaluate on the first so many pairs only.")
     max_predict_samples: int | None = optional("Translate the first so many test sentences only.")
     num_beams: int | None = optional("Beams of the search, in evaluation and prediction.")
-
-
-def load_pairs(data_args: DataTrainingArguments, split: str) -> dict[str, list[str]]:
-    """The sentences of a split: `source` and `target`, of equal number."""
-    pairs = {}
-    for side in ("source", "target"):
-        flag = f"{split}_{side}"
-        path = getattr(data_args, flag)
-        if path is None:
-            raise ValueError(
-                f"`{flag}` is needed: give the {split} text as `{split}_source` and `{split}_target`."
-            )
-        pairs[side] = [line.strip() for line in read_lines(path, flag)]
-    numbers = {side: len(lines) for side, lines in pairs.items()}
-    if numbers["source"] != numbers["target"]:
-        raise ValueError(
-            f"`{split}_source` and `{split}_target` must have equally many lines (got {numbers}). "
-            "Line i of one is to be the translation of line i of the other."
-        )
-    return pairs
-
-
-def train_tokenizer(pairs: dict[str, list[str]], vocab_size: int) -> PreTrainedTokenizerFast:
-    """One vocabulary for both languages, with T5's special tokens: texts end in `</s>`."""
-    texts = [text for side in pairs.values() for text in side]
-    tokenizer = train_byte_level_bpe(texts, vocab_size, [PAD, END, UNKNOWN], add_prefix_space=True)
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"$A {END}", special_tokens=[(END, tokenizer.token_to_id(END))]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def tokenize(
-    pairs: dict[str, list[str]],
-    tokenizer: PreTrainedTokenizerBase,
-    data_args: DataTrainingArguments,
-    max_samples: int | None,
-) -> Dataset:
-    dataset = Dataset.from_dict({side: texts[:max_samples] for side, texts in pairs.items()})
-
-    def tokenize_batch(examples):
-        features = tokenizer(
-            [data_args.source_prefix + text for text in examples["source"]],
-            max_length=data_args.max_source_length,
-            truncation=True,
-        )
-        labels = tokenizer(
-            text_target=examples["target"], max_length=data_args.max_target_length, truncation=True
-        )
-        # T5 takes no segment ids, which some tokenizers return.
-        features.pop("token_type_ids", None)
-        return {**features, "labels": labels["input_ids"]}
-
-    return dataset.map(tokenize_batch, batched=True, desc="Tokenizing")
-
-
-class BleuMetric:
-    """`compute_metrics` of a trainer that generates.
-
-    The trainer hands over labels, which are cut off and may not decode to what the file says, in an
-    order of its own (`group_by_length`): a reference is found by its labels.
-
-    Args:
-        datasets: what will be evaluated on, from `tokenize`.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, datasets: list[Dataset]):
-        self.tokenizer = tokenizer
-        self.bleu = BLEU()
-        self.references = {
-            self._key(np.array(labels)): target
-            for dataset in datasets
-            for labels, target in zip(dataset["labels"], dataset["target"], strict=True)
-        }
-
-    def _key(self, labels: np.ndarray) -> bytes:
-        kept = labels[(labels != IGNORE_INDEX) & (labels != self.tokenizer.pad_token_id)]
-        return kept.astype(np.int64).tobytes()
-
-    def decode(self, predictions) -> list[str]:
-        """`[N, T]` generated ids, padded with -100 too, as plain text."""
-        predictions = predictions[0] if isinstance(predictions, tuple) else predictions
-        ids = np.where(predictions == IGNORE_INDEX, self.tokenizer.pad_token_id, predictions)
-        return [t.strip() for t in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
-
-    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
-        translations = self.decode(prediction.predictions)
-        references = [self.references[self._key(labels)] for labels in prediction.label_ids]
-        return {"bleu": self.bleu.corpus_score(translations, [references]).score}
-
-    @property
-    def signature(self) -> str:
-        return str(self.bleu.get_signature())
 
 
 def write_results(trainer: MoaSeq2SeqTrainer, metrics: dict, prefix: str, bleu: BleuMetric) -> None:
@@ -238,21 +118,12 @@ def main(args: list[str] | None = None) -> None:
     pairs = {split: load_pairs(data_args, split) for split in max_samples}
     if tokenizer is None:
         tokenizer = train_tokenizer(pairs["train"], model_args.vocab_size)
-    if tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
-        raise ValueError(
-            "The tokenizer must have a pad_token and an eos_token, for the decoder to begin and end "
-            f"with (got {tokenizer.pad_token!r} and {tokenizer.eos_token!r})."
-        )
+    check_special_tokens(tokenizer)
 
     # The model comes right after the seed, so that variants draw what they share alike.
     set_seed(training_args.seed)
-    token_fields = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "decoder_start_token_id": tokenizer.pad_token_id,
-    }
-    model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, token_fields)
+    fields = token_fields(tokenizer)
+    model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
     check_budgets(gating_args, model)
     with training_args.main_process_first(desc="tokenizing"):
         sets = {

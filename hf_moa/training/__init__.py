@@ -11,6 +11,7 @@ from .gate_descent import (
 )
 from .glue_data import GLUE_TASKS, GlueTask, load_glue_tsv
 from .glue_metric import GlueMetric
+from .label_smoothing import smoothed_loss
 from .schedules import CCTNoiseCallback, cct_noise_scale
 from .trainer import MoaSeq2SeqTrainer, MoaTrainer, TrainingDivergedError
 
@@ -32,5 +33,6 @@ __all__ = [
     "gate_parameters",
     "load_glue_tsv",
     "other_parameters",
+    "smoothed_loss",
     "written_whole",
 ]

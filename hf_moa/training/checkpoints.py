@@ -8,32 +8,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from accelerate import Accelerator
+
 # Uploads and searches for checkpoints pass it over.
 STAGING_FOLDER = "_unfinished"
 
 
 @contextmanager
-def written_whole(folder: str | os.PathLike) -> Iterator[Path]:
+def written_whole(folder: str | os.PathLike, accelerator: Accelerator | None = None) -> Iterator[Path]:
     """Write a folder under another name, and give it its own when it is complete.
 
     with written_whole("run/checkpoint-100") as folder:
         model.save_pretrained(folder)  # killed here, run/checkpoint-100 does not exist
 
-    The folder takes the place of one of that name. After an error nothing is left.
+    The folder takes the place of one of that name.
 
     Args:
         folder: its path when it is complete.
+        accelerator: of a run of several processes, which enter and leave together.
 
     Yields:
         The path to write to, an empty folder beside it.
     """
     folder = Path(folder)
-    staged = stage(folder)
-    try:
-        yield staged
+    is_main = accelerator is None or accelerator.is_main_process
+
+    def wait() -> None:
+        if accelerator is not None:
+            accelerator.wait_for_everyone()
+
+    if is_main:
+        stage(folder)
+    wait()
+    staged = folder.parent / STAGING_FOLDER / folder.name
+    yield staged
+    wait()
+    if is_main:
         publish(staged, folder)
-    finally:
         discard_unfinished(folder.parent)
+    wait()
 
 
 def stage(folder: str | os.PathLike) -> Path:

@@ -93,3 +93,11 @@ class StepStatistics:
         return {
             name: total / weight for name, (total, weight) in zip(names, sums, strict=True) if weight
         }
+
+
+def distinct_budgets(config: Any) -> list | None:
+    """The budgets of a model as its outputs give them, largest first; None without CCT."""
+    if getattr(config, "cct_budgets", None) is None:
+        return None
+    budgets = config.budget_pairs if config.is_encoder_decoder else config.stack_budgets
+    return sorted(set(budgets), reverse=True)

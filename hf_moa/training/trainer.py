@@ -26,7 +26,7 @@ from .checkpoints import STAGING_FOLDER, discard_unfinished, publish, stage
 from .gate_descent import BlockCoordinateDescent, NonFiniteGradientError, keep_gates_out
 from .label_smoothing import smoothed_loss
 from .schedules import cct_noise_scale
-from .step_statistics import StepStatistics
+from .step_statistics import StepStatistics, distinct_budgets
 
 
 class TrainingDivergedError(ArithmeticError):
@@ -258,7 +258,7 @@ class _GatedTraining:
             if self.args.average_tokens_across_devices:
                 part /= self.accelerator.num_processes
         gated = self._gated_model()
-        self._statistics.add_outputs(outputs, part_of_mean=part, budgets=_distinct_budgets(gated))
+        self._statistics.add_outputs(outputs, part_of_mean=part, budgets=distinct_budgets(gated.config))
         self._statistics.latest["loss"] = outputs["loss"].detach().mean()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -368,11 +368,3 @@ class MoaSeq2SeqTrainer(_GatedTraining, Seq2SeqTrainer):
     """`Seq2SeqTrainer` with what `MoaTrainer` adds; its `args` are `MoaSeq2SeqTrainingArguments`."""
 
     arguments_class = MoaSeq2SeqTrainingArguments
-
-
-def _distinct_budgets(model: nn.Module) -> list | None:
-    config = getattr(model, "config", None)
-    if getattr(config, "cct_budgets", None) is None:
-        return None
-    budgets = config.budget_pairs if config.is_encoder_decoder else config.stack_budgets
-    return sorted(set(budgets), reverse=True)

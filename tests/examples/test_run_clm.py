@@ -12,6 +12,7 @@ import pytest
 import run_clm
 import torch
 from datasets import Dataset
+from text_training import read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_moa
@@ -238,7 +239,7 @@ def test_dataset_in_place_of_files(arguments, files, tmp_path):
     """Rows without ends of lines, as the Hub has them, are the text of the file."""
     (tmp_path / "data").mkdir()
     for split in ("train", "validation"):
-        lines = run_clm.read_lines(arguments[f"{split}_file"], "file")
+        lines = read_lines(arguments[f"{split}_file"], "file")
         rows = Dataset.from_dict({"text": [line.rstrip("\n") for line in lines]})
         rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
     run_clm.main(command_line(arguments))

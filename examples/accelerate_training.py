@@ -1,0 +1,563 @@
+"""The training loop of the `run_*_no_trainer.py` scripts: Accelerate, and how gates are trained.
+
+A script brings a model, a data set and a function that evaluates; the loop brings the optimiser, block
+coordinate descent, CCT's noise, logs, checkpoints and their exact resumption, on any number of
+processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from gating_arguments import optional
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase, SchedulerType, get_scheduler
+
+from hf_moa.training import (
+    BlockCoordinateDescent,
+    NonFiniteGradientError,
+    TrainingDivergedError,
+    cct_noise_scale,
+    gate_parameters,
+    smoothed_loss,
+    written_whole,
+)
+from hf_moa.training.arguments import GateTrainingArguments, noise_steps
+from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
+
+logger = logging.getLogger(__name__)
+
+IGNORE_INDEX = -100
+_CHECKPOINT = re.compile(r"(step|epoch)_(\d+)")
+
+
+@dataclass
+class _RunArguments:
+    output_dir: str = field(metadata={"help": "Folder for checkpoints, results and the final model."})
+    per_device_train_batch_size: int = field(
+        default=8, metadata={"help": "Rows per process in a forward pass of training."}
+    )
+    per_device_eval_batch_size: int = field(
+        default=8, metadata={"help": "Rows per process in a forward pass of evaluation."}
+    )
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forward passes per update."})
+    num_train_epochs: int = field(default=3, metadata={"help": "Epochs."})
+    max_train_steps: int | None = optional("Updates in all, in the place of num_train_epochs.")
+    learning_rate: float = field(default=5e-5, metadata={"help": "Largest learning rate."})
+    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's, but for biases and norms."})
+    adam_beta2: float = field(default=0.999, metadata={"help": "AdamW's."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Clip gradients; 0 does not."})
+    lr_scheduler_type: SchedulerType = field(
+        default=SchedulerType.LINEAR, metadata={"help": "Schedule of the learning rate."}
+    )
+    num_warmup_steps: int = field(default=0, metadata={"help": "Updates of its warm-up."})
+    label_smoothing_factor: float = field(default=0.0, metadata={"help": "Share of the uniform labels."})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Compute activations again instead of keeping them."}
+    )
+    seed: int = field(default=42, metadata={"help": "Of everything that is drawn."})
+    logging_steps: int = field(default=50, metadata={"help": "Updates between two logs."})
+    eval_steps: int | None = optional("Updates between two evaluations. Default: an epoch.")
+    checkpointing_steps: str | None = optional("Updates between two checkpoints, or 'epoch'.")
+    checkpoints_total_limit: int | None = optional("Keep so many checkpoints, the latest.")
+    resume_from_checkpoint: str | None = optional(
+        "Folder of a checkpoint, or 'latest' for the last one in output_dir (none: start anew)."
+    )
+    average_checkpoints: int = field(
+        default=0, metadata={"help": "In the end, average the weights of so many last checkpoints."}
+    )
+    mixed_precision: str | None = field(
+        default=None,
+        metadata={"help": "Default: what Accelerate is set to.", "choices": ["no", "fp16", "bf16"]},
+    )
+    use_cpu: bool = field(default=False, metadata={"help": "Do not use an accelerator."})
+    with_tracking: bool = field(default=False, metadata={"help": "Log to experiment trackers."})
+    report_to: str = field(default="all", metadata={"help": "The tracker, or all that are installed."})
+    push_to_hub: bool = field(default=False, metadata={"help": "Upload the final model."})
+    hub_model_id: str | None = optional("Its name on the Hub.")
+    hub_token: str | None = optional("Access token for it.")
+
+    def __post_init__(self):
+        steps = self.checkpointing_steps
+        if steps is not None and steps != "epoch" and not (steps.isdigit() and int(steps) > 0):
+            raise ValueError(
+                f"`checkpointing_steps` must be a number of updates or 'epoch' (got {steps!r})."
+            )
+        if self.average_checkpoints and steps is None:
+            raise ValueError(
+                "`average_checkpoints` needs `checkpointing_steps` (got "
+                f"{self.average_checkpoints} and None)."
+            )
+        for name in ("gradient_accumulation_steps", "num_train_epochs", "logging_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1 (got {getattr(self, name)}).")
+
+
+@dataclass
+class AccelerateArguments(GateTrainingArguments, _RunArguments):
+    """How to train, with the flags of transformers' `run_*_no_trainer.py`; and how to train gates."""
+
+
+def make_accelerator(args: AccelerateArguments) -> Accelerator:
+    """The processes of this run, seeded, with logs from the first one alone."""
+    accelerator = Accelerator(
+        cpu=args.use_cpu,
+        mixed_precision=args.mixed_precision,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=args.report_to if args.with_tracking else None,
+        project_dir=args.output_dir,
+        # the order of an epoch follows from its number and the seed
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+    )
+    logging.basicConfig(
+        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
+        level=logging.INFO if accelerator.is_main_process else logging.ERROR,
+    )
+    logger.info(accelerator.state)
+    set_seed(args.seed)
+    return accelerator
+
+
+@dataclass
+class Progress:
+    """Where a run is: enough to go on from a checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    batches_in_epoch: int = 0
+    tokens: int = 0
+
+
+class GatedTraining:
+    """One run.
+
+    Args:
+        accelerator: of `make_accelerator`.
+        args: the flags.
+        model: the model, in training or not.
+        train_dataset: rows of a causal or masked language model, or of pairs. One with a `set_epoch`
+            is told the epoch, so that what it draws depends on that alone.
+        collate: rows -> batch, with `labels`.
+        evaluate: model -> metrics, with its process's part of the work; called on all together.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: AccelerateArguments,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        train_dataset: Dataset,
+        collate: Callable[[list], dict],
+        evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
+    ):
+        self.accelerator, self.args, self.tokenizer = accelerator, args, tokenizer
+        self.train_dataset, self.evaluate = train_dataset, evaluate
+        self.output_dir = Path(args.output_dir)
+        self.mae_training = _mae_training(args, model, accelerator)
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        loader = DataLoader(
+            train_dataset,
+            batch_size=args.per_device_train_batch_size,
+            shuffle=True,
+            collate_fn=collate,
+            generator=torch.Generator().manual_seed(args.seed),  # leaves the model's draws alone
+        )
+        optimizer = torch.optim.AdamW(
+            _parameter_groups(model, args.weight_decay, gates=self.mae_training != "bcd"),
+            lr=args.learning_rate,
+            betas=(0.9, args.adam_beta2),
+        )
+        self.model, self.optimizer, self.loader = accelerator.prepare(model, optimizer, loader)
+        self.gated = accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        updates_per_epoch = math.ceil(len(self.loader) / args.gradient_accumulation_steps)
+        self.max_steps = args.max_train_steps or args.num_train_epochs * updates_per_epoch
+        self.num_epochs = math.ceil(self.max_steps / updates_per_epoch)
+        self.scheduler = get_scheduler(
+            args.lr_scheduler_type,
+            self.optimizer,
+            num_warmup_steps=args.num_warmup_steps,
+            num_training_steps=self.max_steps,
+        )
+        accelerator.register_for_checkpointing(self.scheduler)
+        self.descent = self._prepare_gates()
+        self.progress = Progress()
+        self.statistics = StepStatistics()
+        self.shifts_labels = getattr(self.gated, "loss_type", None) == "ForCausalLM"
+        if args.with_tracking:
+            accelerator.init_trackers("hf_moa", _plain(asdict(args)))
+
+    def _prepare_gates(self) -> BlockCoordinateDescent | None:
+        if hasattr(self.gated, "set_global_statistics"):
+            self.gated.set_global_statistics(
+                gate_norm=self.args.sync_gate_norm, router_balance=self.args.router_global_balance
+            )
+        if self.mae_training not in ("bcd", "expert"):
+            return None
+        return BlockCoordinateDescent(
+            self.gated,
+            learning_rate=self.args.gate_learning_rate,
+            gate_every_n_epochs=(self.args.gate_every_n_epochs if self.mae_training == "bcd" else None),
+        )
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, float]:
+        """Train to the end; save the final model and its metrics, and return these."""
+        self._resume()
+        args, progress = self.args, self.progress
+        logger.info(
+            f"{len(self.train_dataset):,} rows, {self.num_epochs} epochs, {self.max_steps:,} updates of "
+            f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} x "
+            f"{self.accelerator.num_processes} rows."
+        )
+        bar = tqdm(
+            total=self.max_steps,
+            initial=progress.step,
+            disable=not self.accelerator.is_local_main_process,
+        )
+        self.loss = torch.zeros((), device=self.accelerator.device)
+        self.tokens = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
+        self.updates_since_log = 0
+        self.started, self.tokens_before = time.perf_counter(), progress.tokens
+        metrics: dict[str, float] = {}
+        try:
+            while progress.step < self.max_steps:
+                for batches in self._updates():
+                    self._update(batches)
+                    progress.step += 1
+                    progress.batches_in_epoch += len(batches)
+                    bar.update()
+                    self._log(bar)
+                    metrics = self._evaluate_when(args.eval_steps, metrics)
+                    if self._is_checkpoint(progress.step):
+                        self._save(f"step_{progress.step}")
+                    if progress.step >= self.max_steps:
+                        break
+                progress.epoch, progress.batches_in_epoch = progress.epoch + 1, 0
+                if args.checkpointing_steps == "epoch":
+                    self._save(f"epoch_{progress.epoch}")
+                if args.eval_steps is None:
+                    metrics = self._evaluate()
+        finally:
+            bar.close()
+            if self.descent is not None:
+                self.descent.finish()
+        if args.average_checkpoints:
+            self._average_checkpoints()
+            metrics = self._evaluate()
+        self._save_model(metrics)
+        self.accelerator.end_training()
+        return metrics
+
+    def _is_checkpoint(self, step: int) -> bool:
+        every = self.args.checkpointing_steps
+        return every is not None and every.isdigit() and step % int(every) == 0
+
+    def _updates(self) -> Iterator[list[dict]]:
+        """The rest of the epoch, in the micro-batches of one update."""
+        if hasattr(self.train_dataset, "set_epoch"):
+            self.train_dataset.set_epoch(self.progress.epoch)
+        self.loader.set_epoch(self.progress.epoch)
+        loader = self.loader
+        if self.progress.batches_in_epoch:
+            loader = self.accelerator.skip_first_batches(loader, self.progress.batches_in_epoch)
+        batches = []
+        for batch in loader:
+            batches.append(batch)
+            if len(batches) == self.args.gradient_accumulation_steps:
+                yield batches
+                batches = []
+        if batches:
+            yield batches
+
+    def _update(self, batches: list[dict]) -> None:
+        accelerator, args = self.accelerator, self.args
+        if args.cct_noise_steps is not None:
+            steps = noise_steps(args.cct_noise_steps, self.max_steps)
+            noise_max = self.gated.config.cct_noise_max
+            self.gated.set_cct_noise_scale(cct_noise_scale(self.progress.step, steps, noise_max))
+        labels = [batch["labels"][:, 1:] if self.shifts_labels else batch["labels"] for batch in batches]
+        count = sum((each != IGNORE_INDEX).sum() for each in labels)
+        count = accelerator.gather(count.to(accelerator.device).view(1)).sum()
+        self.model.train()
+        if self.descent is not None and self.descent.has_gate_steps(self.progress.epoch):
+            is_ddp = accelerator.distributed_type.value.startswith("MULTI_")
+            inner = self.gated if is_ddp else self.model
+            scaler = getattr(accelerator, "scaler", None)
+            try:
+                self.descent.gate_step(
+                    lambda batch: self._backward(inner, batch, count), batches, scaler=scaler
+                )
+            except NonFiniteGradientError as error:
+                self._stop_diverged(str(error))
+        for i, batch in enumerate(batches):
+            is_last = i == len(batches) - 1
+            accelerator.gradient_state._set_sync_gradients(is_last)
+            is_whole = is_last or accelerator.distributed_type == DistributedType.DEEPSPEED
+            with contextlib.nullcontext() if is_whole else accelerator.no_sync(self.model):
+                outputs, loss = self._backward(self.model, batch, count)
+            self.loss += loss
+            self._record(outputs, len(batches))
+            self.tokens += _num_tokens(batch)
+        self.updates_since_log += 1
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm or float("inf"))
+        has_scaler = getattr(accelerator, "scaler", None) is not None  # which skips such updates
+        if norm is not None and not has_scaler and not math.isfinite(float(norm)):
+            self._stop_diverged(f"The norm of the gradients is {float(norm)}.")
+        self.optimizer.step()
+        if not self.optimizer.step_was_skipped:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.gated.zero_grad()  # gates that no optimiser has
+
+    def _backward(self, model: nn.Module, batch: dict, count: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Loss and gradients of one micro-batch, as a part of the update's mean over `count` labels."""
+        accelerator = self.accelerator
+        extra = {"num_items_in_batch": count}
+        if self.mae_training is not None:
+            extra["output_expert_weights"] = True
+        outputs = model(**batch, **extra)
+        loss = outputs.loss
+        if self.args.label_smoothing_factor:
+            loss = smoothed_loss(
+                outputs,
+                batch["labels"],
+                epsilon=self.args.label_smoothing_factor,
+                shifts_labels=self.shifts_labels,
+                num_items_in_batch=count,
+            )
+        outputs["loss"] = loss.detach()
+        # data parallelism takes the mean over the processes, whose losses add up
+        loss = loss * accelerator.num_processes
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            accelerator.backward(loss, scale_wrt_gas=False)
+        else:  # which divides by them
+            accelerator.backward(loss * accelerator.gradient_accumulation_steps)
+        return outputs, loss.detach()
+
+    # --- logs and evaluation ----------------------------------------------------------------------
+
+    def _record(self, outputs: Any, num_micro_batches: int) -> None:
+        self.statistics.add_outputs(
+            outputs,
+            part_of_mean=1 / (num_micro_batches * self.accelerator.num_processes),
+            budgets=distinct_budgets(self.gated.config),
+        )
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self.accelerator.num_processes == 1:
+            return x
+        return self.accelerator.reduce(x.to(self.accelerator.device), reduction="sum").cpu()
+
+    def _log(self, bar: tqdm) -> None:
+        step = self.progress.step
+        if step % self.args.logging_steps and step != self.max_steps:
+            return
+        self._count_tokens()
+        loss = float(self._sum(self.loss.double().cpu()))
+        seconds = time.perf_counter() - self.started
+        logs = {
+            "loss": loss / self.accelerator.num_processes / self.updates_since_log,
+            "learning_rate": self.scheduler.get_last_lr()[0],
+            "epoch": self.progress.epoch,
+            "tokens_per_second": (self.progress.tokens - self.tokens_before) / seconds,
+            **self.statistics.drain(self._sum),
+        }
+        self.loss, self.updates_since_log = torch.zeros_like(self.loss), 0
+        bar.set_postfix(loss=f"{logs['loss']:.3f}", tokens_per_s=f"{logs['tokens_per_second']:,.0f}")
+        self.accelerator.log(logs, step=step)
+        if self.accelerator.is_main_process:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            with (self.output_dir / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **logs}) + "\n")
+
+    def _count_tokens(self) -> None:
+        self.progress.tokens += int(self._sum(self.tokens.cpu()))
+        self.tokens = torch.zeros_like(self.tokens)
+
+    def _evaluate_when(self, eval_steps: int | None, metrics: dict[str, float]) -> dict[str, float]:
+        if eval_steps is None or self.progress.step % eval_steps:
+            return metrics
+        return self._evaluate()
+
+    def _evaluate(self) -> dict[str, float]:
+        """Metrics; of a CCT model, at each of its budgets."""
+        if self.evaluate is None:
+            return {}
+        self.model.eval()
+        budgets = distinct_budgets(self.gated.config)
+        metrics = {}
+        for budget in budgets or [None]:
+            if budget is None:
+                metrics |= self.evaluate(self.model)
+                continue
+            self.gated.set_budget(budget)
+            values = budget if isinstance(budget, tuple) else (budget,)
+            name = "_".join(f"{value:g}" for value in values)
+            found = self.evaluate(self.model)
+            metrics |= {f"{key}_at_{name}": value for key, value in found.items()}
+        if budgets:
+            self.gated.set_budget(None)
+        logger.info(f"step {self.progress.step}: {metrics}")
+        self.accelerator.log(metrics, step=self.progress.step)
+        return metrics
+
+    def _stop_diverged(self, found: str) -> None:
+        folder = self.output_dir / f"diverged-{self.progress.step}"
+        self._write_model(folder)
+        parts = ", ".join(f"{name} {float(x):.4g}" for name, x in self.statistics.latest.items())
+        raise TrainingDivergedError(
+            f"Training diverged at step {self.progress.step} (epoch {self.progress.epoch}). {found} "
+            f"Last losses: {parts or 'none'}. The model as it was before is in {folder}. Try a lower "
+            "learning_rate or gate_learning_rate, or more num_warmup_steps."
+        )
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _save(self, name: str) -> None:
+        self._count_tokens()
+        with written_whole(self.output_dir / name, self.accelerator) as folder:
+            self.accelerator.save_state(str(folder))
+            if self.accelerator.is_main_process:
+                (folder / "progress.json").write_text(json.dumps(asdict(self.progress)))
+        limit = self.args.checkpoints_total_limit
+        if limit is not None and self.accelerator.is_main_process:
+            keep = max(limit, self.args.average_checkpoints)
+            for old in find_checkpoints(self.output_dir)[:-keep]:
+                shutil.rmtree(old)
+
+    def _resume(self) -> None:
+        folder = self.args.resume_from_checkpoint
+        if folder is None:
+            return
+        if folder == "latest":
+            found = find_checkpoints(self.output_dir)
+            if not found:
+                logger.info(f"No checkpoint in {self.output_dir}: starting anew.")
+                return
+            folder = found[-1]
+        path = Path(folder) / "progress.json"
+        if not path.is_file():
+            raise ValueError(
+                f"`resume_from_checkpoint` must be a checkpoint of this script (got {folder}, which has "
+                "no progress.json)."
+            )
+        self.accelerator.load_state(str(folder))
+        self.progress = Progress(**json.loads(path.read_text()))
+        logger.info(f"Resuming from {folder}.")
+
+    def _average_checkpoints(self) -> None:
+        last = find_checkpoints(self.output_dir)[-self.args.average_checkpoints :]
+        logger.info(f"Averaging {', '.join(folder.name for folder in last)}.")
+        states = [load_file(folder / "model.safetensors") for folder in last]
+        for name, tensor in self.gated.state_dict().items():
+            if name in states[0] and tensor.is_floating_point():
+                tensor.copy_(sum(state[name].double() for state in states) / len(states))
+
+    def _write_model(self, folder: Path) -> None:
+        state = self.accelerator.get_state_dict(self.model)
+        if self.accelerator.is_main_process:
+            self.gated.save_pretrained(folder, state_dict=state, save_function=self.accelerator.save)
+            self.tokenizer.save_pretrained(folder)
+        self.accelerator.wait_for_everyone()
+
+    def _save_model(self, metrics: dict[str, float]) -> None:
+        self._write_model(self.output_dir)
+        if self.accelerator.is_main_process:
+            results = {**metrics, **asdict(self.progress)}
+            (self.output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n")
+            if self.args.push_to_hub:
+                self.gated.push_to_hub(self.args.hub_model_id, token=self.args.hub_token)
+                self.tokenizer.push_to_hub(self.args.hub_model_id, token=self.args.hub_token)
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, the latest last."""
+    found = [path for path in folder.glob("*_*") if (path / "progress.json").is_file()]
+    found = [path for path in found if _CHECKPOINT.fullmatch(path.name)]
+    return sorted(found, key=lambda path: json.loads((path / "progress.json").read_text())["step"])
+
+
+def mean_over_labels(
+    accelerator: Accelerator, model: nn.Module, loader: Iterable, shifts_labels: bool
+) -> tuple[float, int]:
+    """Mean cross-entropy over the labels of all processes' batches, and their number."""
+    rows = []
+    for batch in loader:
+        with torch.no_grad():
+            logits = model(**batch).logits.float()
+        labels = batch["labels"]
+        if shifts_labels:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        losses = nn.functional.cross_entropy(
+            logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        # shape: (B, 2), so that rows repeated for even batches are dropped
+        sums = torch.stack([losses.double().sum(1), (labels != IGNORE_INDEX).double().sum(1)], dim=1)
+        rows.append(accelerator.gather_for_metrics(sums).cpu())
+    total, count = torch.cat(rows).sum(dim=0).tolist()
+    return total / count, int(count)
+
+
+def _mae_training(args: AccelerateArguments, model: nn.Module, accelerator: Accelerator) -> str | None:
+    """How gates are trained; a ValueError where that does not go with the model."""
+    config = model.config
+    has_cct = getattr(config, "cct_budgets", None) is not None
+    if has_cct != (args.cct_noise_steps is not None):
+        raise ValueError(
+            "`cct_noise_steps` must be given for a model with CCT, and for no other: the updates over "
+            f"which the gates' noise grows; -1 for all (got {args.cct_noise_steps} and "
+            f"cct_budgets={getattr(config, 'cct_budgets', None)})."
+        )
+    if getattr(config, "attention_type", None) != "mae":
+        if args.mae_training is not None:
+            raise ValueError(
+                f"`mae_training` needs --attention_type mae (got {args.mae_training!r} and a model with "
+                f"attention_type={getattr(config, 'attention_type', None)!r})."
+            )
+        return None
+    training = args.mae_training or ("bcd" if config.mae_gate_type == "learned" else "expert")
+    if training == "bcd" and accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "mae_training='bcd' updates gates and experts in turn, which DeepSpeed cannot: use DDP or "
+            "FSDP, or mae_training='joint'."
+        )
+    return training
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> list[dict]:
+    """Of the optimiser: with and without weight decay; with the MAE gates, or not."""
+    out = set() if gates else {id(p) for p in gate_parameters(model)}
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in out]
+    return [
+        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _num_tokens(batch: dict) -> torch.Tensor | int:
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].numel() if mask is None else mask.sum()
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Values that trackers take."""
+    return {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in config.items()}

@@ -1,0 +1,159 @@
+"""Parallel text files for translation: what the scripts read, tokenise and measure BLEU on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from datasets import Dataset
+from gating_arguments import optional
+from sacrebleu.metrics import BLEU
+from text_training import read_lines, train_byte_level_bpe
+from tokenizers.processors import TemplateProcessing
+from transformers import EvalPrediction, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+IGNORE_INDEX = -100
+
+
+@dataclass
+class ParallelTextArguments:
+    """Which pairs of texts to train and evaluate on."""
+
+    train_source: str | None = optional("Training text, a sentence a line, plain or .gz.")
+    train_target: str | None = optional("Its translation, line by line.")
+    validation_source: str | None = optional("Text for --do_eval.")
+    validation_target: str | None = optional("Its translation.")
+    test_source: str | None = optional("Text for --do_predict.")
+    test_target: str | None = optional("Its translation.")
+    source_prefix: str = field(
+        default="", metadata={"help": "Put before every source text; T5 checkpoints want one."}
+    )
+    max_source_length: int = field(
+        default=128, metadata={"help": "Longer sources are cut off at this number of tokens."}
+    )
+    max_target_length: int = field(
+        default=128,
+        metadata={
+            "help": "The same for targets. Also the default of --generation_max_length. BLEU is "
+            "computed from whole targets."
+        },
+    )
+
+
+def load_pairs(data_args: ParallelTextArguments, split: str) -> dict[str, list[str]]:
+    """The sentences of a split: `source` and `target`, of equal number."""
+    pairs = {}
+    for side in ("source", "target"):
+        flag = f"{split}_{side}"
+        path = getattr(data_args, flag)
+        if path is None:
+            raise ValueError(
+                f"`{flag}` is needed: give the {split} text as `{split}_source` and `{split}_target`."
+            )
+        pairs[side] = [line.strip() for line in read_lines(path, flag)]
+    numbers = {side: len(lines) for side, lines in pairs.items()}
+    if numbers["source"] != numbers["target"]:
+        raise ValueError(
+            f"`{split}_source` and `{split}_target` must have equally many lines (got {numbers}). "
+            "Line i of one is to be the translation of line i of the other."
+        )
+    return pairs
+
+
+def train_tokenizer(pairs: dict[str, list[str]], vocab_size: int) -> PreTrainedTokenizerFast:
+    """One vocabulary for both languages, with T5's special tokens: texts end in `</s>`."""
+    texts = [text for side in pairs.values() for text in side]
+    tokenizer = train_byte_level_bpe(texts, vocab_size, [PAD, END, UNKNOWN], add_prefix_space=True)
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {END}", special_tokens=[(END, tokenizer.token_to_id(END))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tokenize(
+    pairs: dict[str, list[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: ParallelTextArguments,
+    max_samples: int | None,
+) -> Dataset:
+    dataset = Dataset.from_dict({side: texts[:max_samples] for side, texts in pairs.items()})
+
+    def tokenize_batch(examples):
+        features = tokenizer(
+            [data_args.source_prefix + text for text in examples["source"]],
+            max_length=data_args.max_source_length,
+            truncation=True,
+        )
+        labels = tokenizer(
+            text_target=examples["target"], max_length=data_args.max_target_length, truncation=True
+        )
+        # T5 takes no segment ids, which some tokenizers return.
+        features.pop("token_type_ids", None)
+        return {**features, "labels": labels["input_ids"]}
+
+    return dataset.map(tokenize_batch, batched=True, desc="Tokenizing")
+
+
+def check_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ValueError where the decoder would not know how to begin or end."""
+    if tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer must have a pad_token and an eos_token, for the decoder to begin and end "
+            f"with (got {tokenizer.pad_token!r} and {tokenizer.eos_token!r})."
+        )
+
+
+def token_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Fields of a model's config that follow from its tokenizer."""
+    return {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": tokenizer.pad_token_id,
+    }
+
+
+class BleuMetric:
+    """`compute_metrics` of a trainer that generates.
+
+    The trainer hands over labels, which are cut off and may not decode to what the file says, in an
+    order of its own (`group_by_length`): a reference is found by its labels.
+
+    Args:
+        datasets: what will be evaluated on, from `tokenize`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, datasets: list[Dataset]):
+        self.tokenizer = tokenizer
+        self.bleu = BLEU()
+        self.references = {
+            self._key(np.array(labels)): target
+            for dataset in datasets
+            for labels, target in zip(dataset["labels"], dataset["target"], strict=True)
+        }
+
+    def _key(self, labels: np.ndarray) -> bytes:
+        kept = labels[(labels != IGNORE_INDEX) & (labels != self.tokenizer.pad_token_id)]
+        return kept.astype(np.int64).tobytes()
+
+    def decode(self, predictions) -> list[str]:
+        """`[N, T]` generated ids, padded with -100 too, as plain text."""
+        predictions = predictions[0] if isinstance(predictions, tuple) else predictions
+        ids = np.where(predictions == IGNORE_INDEX, self.tokenizer.pad_token_id, predictions)
+        return [t.strip() for t in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
+        translations = self.decode(prediction.predictions)
+        references = [self.references[self._key(labels)] for labels in prediction.label_ids]
+        return {"bleu": self.bleu.corpus_score(translations, [references]).score}
+
+    @property
+    def signature(self) -> str:
+        return str(self.bleu.get_signature())

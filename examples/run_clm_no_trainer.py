@@ -1,0 +1,97 @@
+"""Pretrains a causal language model with Accelerate, on one process or many: a gated GPT-2 (MAE by block
+coordinate descent, MoA, sparse experts, CCT) from scratch or from a checkpoint, or the plain one.
+
+The flags are those of transformers' own `run_clm_no_trainer.py` where it has them, plus
+`GatingArguments` and the gates' part of `MoaTrainingArguments`. From scratch on text files, with a
+tokenizer trained on the way:
+
+    accelerate launch examples/run_clm_no_trainer.py --model_type moa_gpt2 --attention_type mae \
+        --config_overrides n_layer=4,n_embd=256,n_head=8,n_positions=256 \
+        --train_file train.txt.gz --validation_file valid.txt --num_train_epochs 10 \
+        --learning_rate 1e-3 --num_warmup_steps 100 --checkpointing_steps 500 \
+        --resume_from_checkpoint latest --output_dir out/clm
+
+On several GPUs: `accelerate launch --config_file examples/accelerate/ddp.yaml` (or `fsdp2.yaml`, ...). A
+run that was killed goes on from its last whole checkpoint, bit for bit, when it is started again.
+
+Text is packed into blocks without padding. Results: `all_results.json` (perplexity; of a CCT model at
+each budget), `log.jsonl`, the model and tokenizer in `output_dir`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from accelerate_training import (
+    AccelerateArguments,
+    GatedTraining,
+    make_accelerator,
+    mean_over_labels,
+)
+from gating_arguments import GatingArguments, optional
+from text_blocks import (
+    TextBlocks,
+    TextFileArguments,
+    check_block_size,
+    load_lines,
+    token_fields,
+    train_tokenizer,
+)
+from text_training import ModelArguments, load_model, load_tokenizer, parse_arguments
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, default_data_collator
+
+
+@dataclass
+class DataTrainingArguments(TextFileArguments):
+    """Which texts to train and evaluate on, and how they are cut up."""
+
+    block_size: int | None = optional("Tokens per block. Default: what the model takes, at most 1024.")
+
+
+def main(args: list[str] | None = None) -> dict[str, float]:
+    model_args, data_args, gating_args, run_args = parse_arguments(
+        args, ModelArguments, DataTrainingArguments, GatingArguments, AccelerateArguments
+    )
+    accelerator = make_accelerator(run_args)
+    with accelerator.main_process_first():
+        lines = {"train": load_lines(model_args, data_args, "train")}
+        if data_args.validation_file or data_args.dataset_name:
+            lines["validation"] = load_lines(model_args, data_args, "validation")
+    tokenizer = load_tokenizer(model_args, None)
+    if tokenizer is None:
+        tokenizer = train_tokenizer(lines["train"], model_args.vocab_size)
+    fields = token_fields(tokenizer)
+    model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
+    block_size = check_block_size(data_args.block_size, model)
+    blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}
+
+    evaluate = None
+    if "validation" in blocks:
+        loader = accelerator.prepare_data_loader(
+            DataLoader(
+                blocks["validation"],
+                batch_size=run_args.per_device_eval_batch_size,
+                collate_fn=default_data_collator,
+            )
+        )
+
+        def evaluate(model) -> dict[str, float]:
+            loss, tokens = mean_over_labels(accelerator, model, loader, shifts_labels=True)
+            return {"eval_loss": loss, "perplexity": math.exp(loss), "eval_tokens": tokens}
+
+    training = GatedTraining(
+        accelerator,
+        run_args,
+        model,
+        tokenizer,
+        blocks["train"],
+        default_data_collator,
+        evaluate,
+    )
+    return training.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Pretrains a masked language model with Accelerate, on one process or many: a gated BERT (MAE by block
+coordinate descent, MoA, sparse experts, CCT) from scratch or from a checkpoint, or the plain one.
+
+The flags are those of transformers' own `run_mlm_no_trainer.py` where it has them, plus
+`GatingArguments` and the gates' part of `MoaTrainingArguments`. From scratch on text files, with a
+WordPiece vocabulary trained on the way:
+
+    accelerate launch examples/run_mlm_no_trainer.py --model_type moa_bert --attention_type moa \
+        --config_overrides hidden_size=256,num_hidden_layers=4,intermediate_size=1024,head_dim=32 \
+        --num_attention_heads 8 --num_attention_experts 16 --max_seq_length 128 \
+        --train_file train.txt.gz --validation_file valid.txt --num_train_epochs 10 \
+        --learning_rate 5e-4 --num_warmup_steps 500 --checkpointing_steps 500 \
+        --resume_from_checkpoint latest --output_dir out/mlm
+
+On several GPUs: `accelerate launch --config_file examples/accelerate/ddp.yaml` (or `fsdp2.yaml`, ...). A
+run that was killed goes on from its last whole checkpoint, bit for bit, when it is started again.
+
+Text is packed into sequences without padding; which tokens are masked follows from the seed, the epoch
+and the place of the sequence. Results: `all_results.json` (perplexity of masked tokens; of a CCT
+model at each budget), `log.jsonl`, the model and tokenizer in `output_dir`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from accelerate_training import (
+    IGNORE_INDEX,
+    AccelerateArguments,
+    GatedTraining,
+    make_accelerator,
+    mean_over_labels,
+)
+from gating_arguments import GatingArguments
+from text_blocks import TextFileArguments, load_lines, token_fields
+from text_training import ModelArguments, load_model, load_tokenizer, parse_arguments
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase, default_data_collator
+
+from hf_moa.quickstart.tokenizer import pack, train_tokenizer
+
+
+@dataclass
+class DataTrainingArguments(TextFileArguments):
+    """Which texts to train and evaluate on, and how they are cut up and masked."""
+
+    max_seq_length: int = field(default=128, metadata={"help": "Tokens per sequence."})
+    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens to predict."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.mlm_probability < 1:
+            raise ValueError(f"`mlm_probability` must be between 0 and 1 (got {self.mlm_probability}).")
+
+
+class MaskedSequences(Dataset):
+    """Packed text with tokens masked as BERT's: of those to predict, 80 % are `[MASK]`, 10 % another
+    token, 10 % as they were.
+
+    The masks of a sequence follow from the seed, the epoch and its place alone, so that a resumed run
+    sees the same.
+    """
+
+    def __init__(
+        self,
+        lines: list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        length: int,
+        probability: float,
+        seed: int,
+    ):
+        packed = pack(tokenizer, [line for line in lines if line.strip()], length)
+        if not packed:
+            raise ValueError(f"The text must fill a sequence of {length} tokens (`max_seq_length`).")
+        self.ids = torch.tensor([row["input_ids"] for row in packed])
+        self.special_ids = torch.tensor(tokenizer.all_special_ids)
+        self.tokenizer, self.probability, self.seed, self.epoch = tokenizer, probability, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, index)) % 2**63)
+        ids = self.ids[index].clone()
+        draw = torch.rand(len(ids), generator=generator)
+        predicted = (draw < self.probability) & ~torch.isin(ids, self.special_ids)
+        labels = torch.where(predicted, ids, IGNORE_INDEX)
+        others = torch.randint(len(self.tokenizer), ids.shape, generator=generator)
+        ids[predicted & (draw < 0.8 * self.probability)] = self.tokenizer.mask_token_id
+        replaced = predicted & (draw >= 0.9 * self.probability)
+        ids[replaced] = others[replaced]
+        return {"input_ids": ids, "labels": labels}
+
+
+def main(args: list[str] | None = None) -> dict[str, float]:
+    model_args, data_args, gating_args, run_args = parse_arguments(
+        args, ModelArguments, DataTrainingArguments, GatingArguments, AccelerateArguments
+    )
+    accelerator = make_accelerator(run_args)
+    with accelerator.main_process_first():
+        lines = {"train": load_lines(model_args, data_args, "train")}
+        if data_args.validation_file or data_args.dataset_name:
+            lines["validation"] = load_lines(model_args, data_args, "validation")
+    tokenizer = load_tokenizer(model_args, None)
+    if tokenizer is None:
+        tokenizer = train_tokenizer(lines["train"], model_args.vocab_size, data_args.max_seq_length)
+    fields = {
+        name: value
+        for name, value in token_fields(tokenizer).items()
+        if name in ("vocab_size", "pad_token_id")
+    }
+    model = load_model(AutoModelForMaskedLM, model_args, gating_args, tokenizer, fields)
+    if data_args.max_seq_length > model.config.max_position_embeddings:
+        raise ValueError(
+            f"`max_seq_length` must be at most the {model.config.max_position_embeddings} positions of "
+            f"the model (got {data_args.max_seq_length})."
+        )
+    sets = {
+        split: MaskedSequences(
+            text,
+            tokenizer,
+            length=data_args.max_seq_length,
+            probability=data_args.mlm_probability,
+            seed=run_args.seed,
+        )
+        for split, text in lines.items()
+    }
+
+    evaluate = None
+    if "validation" in sets:
+        loader = accelerator.prepare_data_loader(
+            DataLoader(
+                sets["validation"],
+                batch_size=run_args.per_device_eval_batch_size,
+                collate_fn=default_data_collator,
+            )
+        )
+
+        def evaluate(model) -> dict[str, float]:
+            loss, tokens = mean_over_labels(accelerator, model, loader, shifts_labels=False)
+            return {"eval_loss": loss, "perplexity": math.exp(loss), "eval_tokens": tokens}
+
+    training = GatedTraining(
+        accelerator,
+        run_args,
+        model,
+        tokenizer,
+        sets["train"],
+        default_data_collator,
+        evaluate,
+    )
+    return training.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Trains a translation model with Accelerate, on one process or many: a gated T5 (MAE by block
+coordinate descent, MoA, sparse experts, CCT) from scratch or from a checkpoint, or the plain one.
+Measures sacreBLEU of a beam search, of the averaged last checkpoints where asked.
+
+The flags are those of transformers' own `run_translation_no_trainer.py` where it has them, plus
+`GatingArguments` and the gates' part of `MoaTrainingArguments`. From scratch, with a vocabulary trained
+on both languages on the way (needs `pip install sacrebleu`):
+
+    accelerate launch examples/run_translation_no_trainer.py --model_type moa_t5 --attention_type mae \
+        --config_overrides d_model=256,d_kv=32,num_heads=8,d_ff=1024,num_layers=3 \
+        --train_source train.en.gz --train_target train.de.gz \
+        --validation_source val.en.gz --validation_target val.de.gz --num_beams 5 \
+        --num_train_epochs 20 --learning_rate 1e-3 --num_warmup_steps 1000 \
+        --label_smoothing_factor 0.1 --checkpointing_steps epoch --average_checkpoints 5 \
+        --resume_from_checkpoint latest --output_dir out/translation
+
+On several GPUs: `accelerate launch --config_file examples/accelerate/ddp.yaml`. A run that was killed
+goes on from its last whole checkpoint, bit for bit, when it is started again.
+
+Results: `all_results.json` (BLEU with sacreBLEU's signature in the log; of a CCT model at each budget),
+`log.jsonl`, the model and tokenizer in `output_dir`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from accelerate_training import (
+    IGNORE_INDEX,
+    AccelerateArguments,
+    GatedTraining,
+    make_accelerator,
+    mean_over_labels,
+)
+from gating_arguments import GatingArguments, optional
+from parallel_text import (
+    BleuMetric,
+    ParallelTextArguments,
+    check_special_tokens,
+    load_pairs,
+    token_fields,
+    tokenize,
+    train_tokenizer,
+)
+from text_training import ModelArguments, load_model, load_tokenizer, parse_arguments
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, EvalPrediction
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DataTrainingArguments(ParallelTextArguments):
+    """Which pairs of texts to train and evaluate on, and how they are prepared."""
+
+    max_train_samples: int | None = optional("Train on the first so many pairs only.")
+    max_eval_samples: int | None = optional("Evaluate on the first so many pairs only.")
+    num_beams: int = field(default=5, metadata={"help": "Beams of the search in evaluation."})
+
+
+def main(args: list[str] | None = None) -> dict[str, float]:
+    model_args, data_args, gating_args, run_args = parse_arguments(
+        args, ModelArguments, DataTrainingArguments, GatingArguments, AccelerateArguments
+    )
+    accelerator = make_accelerator(run_args)
+    pairs = {"train": load_pairs(data_args, "train")}
+    if data_args.validation_source is not None:
+        pairs["validation"] = load_pairs(data_args, "validation")
+    tokenizer = load_tokenizer(model_args, None)
+    if tokenizer is None:
+        tokenizer = train_tokenizer(pairs["train"], model_args.vocab_size)
+    check_special_tokens(tokenizer)
+    fields = token_fields(tokenizer)
+    model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
+    most = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
+    with accelerator.main_process_first():
+        sets = {
+            split: tokenize(text, tokenizer, data_args, most[split]) for split, text in pairs.items()
+        }
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    columns = ("input_ids", "attention_mask", "labels")
+
+    evaluate = None
+    if "validation" in sets:
+        metric = BleuMetric(tokenizer, [sets["validation"]])
+        loader = accelerator.prepare_data_loader(
+            DataLoader(
+                sets["validation"].select_columns(columns),
+                batch_size=run_args.per_device_eval_batch_size,
+                collate_fn=collate,
+            )
+        )
+
+        def evaluate(model) -> dict[str, float]:
+            loss, tokens = mean_over_labels(accelerator, model, loader, shifts_labels=False)
+            translations, references = [], []
+            for batch in loader:
+                with torch.no_grad():
+                    ids = accelerator.unwrap_model(model).generate(
+                        batch["input_ids"],
+                        attention_mask=batch["attention_mask"],
+                        num_beams=data_args.num_beams,
+                        max_length=data_args.max_target_length,
+                    )
+                ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
+                labels = accelerator.pad_across_processes(batch["labels"], dim=1, pad_index=IGNORE_INDEX)
+                for found, each in ((translations, ids), (references, labels)):
+                    found.extend(accelerator.gather_for_metrics(each).cpu().numpy())
+            bleu = metric(EvalPrediction(_padded(translations), _padded(references)))
+            logger.info(f"sacreBLEU: {metric.signature}")
+            return {"eval_loss": loss, "eval_tokens": tokens, **bleu}
+
+    training = GatedTraining(
+        accelerator,
+        run_args,
+        model,
+        tokenizer,
+        sets["train"].select_columns(columns),
+        collate,
+        evaluate,
+    )
+    return training.train()
+
+
+def _padded(rows: list[np.ndarray]) -> np.ndarray:
+    """Rows of several lengths as one array, padded with what is ignored."""
+    array = np.full((len(rows), max(map(len, rows))), IGNORE_INDEX, dtype=np.int64)
+    for row, values in zip(array, rows, strict=True):
+        row[: len(values)] = values
+    return array
+
+
+if __name__ == "__main__":
+    main()
