@@ -15,19 +15,18 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DataLoaderConfiguration, set_seed
-from gating_arguments import optional
+from accelerate_arguments import AccelerateArguments
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase, SchedulerType, get_scheduler
+from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from hf_moa.training import (
     BlockCoordinateDescent,
@@ -38,100 +37,13 @@ from hf_moa.training import (
     smoothed_loss,
     written_whole,
 )
-from hf_moa.training.arguments import GateTrainingArguments, noise_steps
+from hf_moa.training.arguments import noise_steps
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
 
 logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
 _CHECKPOINT = re.compile(r"(step|epoch)_(\d+)")
-
-
-@dataclass
-class _RunArguments:
-    output_dir: str = field(metadata={"help": "Folder for checkpoints, results and the final model."})
-    per_device_train_batch_size: int = field(
-        default=8, metadata={"help": "Rows per process in a forward pass of training."}
-    )
-    per_device_eval_batch_size: int = field(
-        default=8, metadata={"help": "Rows per process in a forward pass of evaluation."}
-    )
-    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forward passes per update."})
-    num_train_epochs: int = field(default=3, metadata={"help": "Epochs."})
-    max_train_steps: int | None = optional("Updates in all, in the place of num_train_epochs.")
-    learning_rate: float = field(default=5e-5, metadata={"help": "Largest learning rate."})
-    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's, but for biases and norms."})
-    adam_beta2: float = field(default=0.999, metadata={"help": "AdamW's."})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "Clip gradients; 0 does not."})
-    lr_scheduler_type: SchedulerType = field(
-        default=SchedulerType.LINEAR, metadata={"help": "Schedule of the learning rate."}
-    )
-    num_warmup_steps: int = field(default=0, metadata={"help": "Updates of its warm-up."})
-    label_smoothing_factor: float = field(default=0.0, metadata={"help": "Share of the uniform labels."})
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Compute activations again instead of keeping them."}
-    )
-    seed: int = field(default=42, metadata={"help": "Of everything that is drawn."})
-    logging_steps: int = field(default=50, metadata={"help": "Updates between two logs."})
-    eval_steps: int | None = optional("Updates between two evaluations. Default: an epoch.")
-    checkpointing_steps: str | None = optional("Updates between two checkpoints, or 'epoch'.")
-    checkpoints_total_limit: int | None = optional("Keep so many checkpoints, the latest.")
-    resume_from_checkpoint: str | None = optional(
-        "Folder of a checkpoint, or 'latest' for the last one in output_dir (none: start anew)."
-    )
-    average_checkpoints: int = field(
-        default=0, metadata={"help": "In the end, average the weights of so many last checkpoints."}
-    )
-    mixed_precision: str | None = field(
-        default=None,
-        metadata={"help": "Default: what Accelerate is set to.", "choices": ["no", "fp16", "bf16"]},
-    )
-    use_cpu: bool = field(default=False, metadata={"help": "Do not use an accelerator."})
-    with_tracking: bool = field(default=False, metadata={"help": "Log to experiment trackers."})
-    report_to: str = field(default="all", metadata={"help": "The tracker, or all that are installed."})
-    push_to_hub: bool = field(default=False, metadata={"help": "Upload the final model."})
-    hub_model_id: str | None = optional("Its name on the Hub.")
-    hub_token: str | None = optional("Access token for it.")
-
-    def __post_init__(self):
-        steps = self.checkpointing_steps
-        if steps is not None and steps != "epoch" and not (steps.isdigit() and int(steps) > 0):
-            raise ValueError(
-                f"`checkpointing_steps` must be a number of updates or 'epoch' (got {steps!r})."
-            )
-        if self.average_checkpoints and steps is None:
-            raise ValueError(
-                "`average_checkpoints` needs `checkpointing_steps` (got "
-                f"{self.average_checkpoints} and None)."
-            )
-        for name in ("gradient_accumulation_steps", "num_train_epochs", "logging_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1 (got {getattr(self, name)}).")
-
-
-@dataclass
-class AccelerateArguments(GateTrainingArguments, _RunArguments):
-    """How to train, with the flags of transformers' `run_*_no_trainer.py`; and how to train gates."""
-
-
-def make_accelerator(args: AccelerateArguments) -> Accelerator:
-    """The processes of this run, seeded, with logs from the first one alone."""
-    accelerator = Accelerator(
-        cpu=args.use_cpu,
-        mixed_precision=args.mixed_precision,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        log_with=args.report_to if args.with_tracking else None,
-        project_dir=args.output_dir,
-        # the order of an epoch follows from its number and the seed
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-    )
-    logging.basicConfig(
-        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
-        level=logging.INFO if accelerator.is_main_process else logging.ERROR,
-    )
-    logger.info(accelerator.state)
-    set_seed(args.seed)
-    return accelerator
 
 
 @dataclass

@@ -23,12 +23,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from accelerate_training import (
-    AccelerateArguments,
-    GatedTraining,
-    make_accelerator,
-    mean_over_labels,
-)
+from accelerate_arguments import AccelerateArguments, make_accelerator
+from accelerate_training import GatedTraining, mean_over_labels
 from gating_arguments import GatingArguments, optional
 from text_blocks import (
     TextBlocks,

@@ -26,13 +26,8 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from accelerate_training import (
-    IGNORE_INDEX,
-    AccelerateArguments,
-    GatedTraining,
-    make_accelerator,
-    mean_over_labels,
-)
+from accelerate_arguments import AccelerateArguments, make_accelerator
+from accelerate_training import IGNORE_INDEX, GatedTraining, mean_over_labels
 from gating_arguments import GatingArguments
 from text_blocks import TextFileArguments, load_lines, token_fields
 from text_training import ModelArguments, load_model, load_tokenizer, parse_arguments
@@ -61,7 +56,7 @@ class MaskedSequences(Dataset):
     token, 10 % as they were.
 
     The masks of a sequence follow from the seed, the epoch and its place alone, so that a resumed run
-    sees the same.
+    sees the same. Here the epoch stays: evaluations compare.
     """
 
     def __init__(
@@ -80,9 +75,6 @@ class MaskedSequences(Dataset):
         self.special_ids = torch.tensor(tokenizer.all_special_ids)
         self.tokenizer, self.probability, self.seed, self.epoch = tokenizer, probability, seed, 0
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -97,6 +89,13 @@ class MaskedSequences(Dataset):
         replaced = predicted & (draw >= 0.9 * self.probability)
         ids[replaced] = others[replaced]
         return {"input_ids": ids, "labels": labels}
+
+
+class RemaskedSequences(MaskedSequences):
+    """The same with other masks in every epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
 
 def main(args: list[str] | None = None) -> dict[str, float]:
@@ -122,8 +121,9 @@ def main(args: list[str] | None = None) -> dict[str, float]:
             f"`max_seq_length` must be at most the {model.config.max_position_embeddings} positions of "
             f"the model (got {data_args.max_seq_length})."
         )
+    kinds = {"train": RemaskedSequences, "validation": MaskedSequences}
     sets = {
-        split: MaskedSequences(
+        split: kinds[split](
             text,
             tokenizer,
             length=data_args.max_seq_length,

@@ -28,13 +28,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from accelerate_training import (
-    IGNORE_INDEX,
-    AccelerateArguments,
-    GatedTraining,
-    make_accelerator,
-    mean_over_labels,
-)
+from accelerate_arguments import AccelerateArguments, make_accelerator
+from accelerate_training import IGNORE_INDEX, GatedTraining, mean_over_labels
 from gating_arguments import GatingArguments, optional
 from parallel_text import (
     BleuMetric,

@@ -1,0 +1,273 @@
+"""The Accelerate scripts end to end: tiny models on made-up text, a few updates on the CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import accelerate_training
+import pytest
+import run_clm_no_trainer
+import run_mlm_no_trainer
+import run_translation_no_trainer
+import torch
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_moa.training import TrainingDivergedError
+
+EXAMPLES = Path(run_clm_no_trainer.__file__).parent
+SCRIPTS = {
+    "clm": run_clm_no_trainer,
+    "mlm": run_mlm_no_trainer,
+    "translation": run_translation_no_trainer,
+}
+OVERRIDES = {
+    "clm": "n_layer=2,n_embd=32,n_head=4,n_positions=16",
+    "mlm": "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=48",
+    "translation": "d_model=32,d_kv=8,num_heads=4,d_ff=48,num_layers=2",
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    """Accelerate keeps the settings of a process; a script has one of its own."""
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    yield
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def made_up_lines(count, seed):
+    words = ["a", "gate", "chooses", "some", "heads", "and", "skips", "the", "rest", "of", "them"]
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        picked = torch.randint(len(words), (7,), generator=generator).tolist()
+        yield " ".join(words[i] for i in picked) + " .\n"
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    def make(task, **changes):
+        for name, seed in (("train", 0), ("valid", 1)):
+            lines = list(made_up_lines(40 if name == "train" else 9, seed))
+            (tmp_path / f"{name}.en").write_text("".join(lines))
+            (tmp_path / f"{name}.de").write_text("".join(line.upper() for line in lines))
+        kinds = {"clm": "moa_gpt2", "mlm": "moa_bert", "translation": "moa_t5"}
+        values = {
+            "model_type": kinds[task],
+            "config_overrides": OVERRIDES[task],
+            "vocab_size": 300,
+            "output_dir": tmp_path / "out",
+            "use_cpu": True,
+            "max_train_steps": 4,
+            "logging_steps": 1,
+            "learning_rate": 1e-2,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+        }
+        if task == "translation":
+            values |= {"train_source": tmp_path / "train.en", "train_target": tmp_path / "train.de"}
+            values |= {"validation_source": tmp_path / "valid.en", "max_target_length": 12}
+            values |= {"validation_target": tmp_path / "valid.de", "num_beams": 2}
+        else:
+            values |= {"train_file": tmp_path / "train.en", "validation_file": tmp_path / "valid.en"}
+        if task == "mlm":
+            values |= {"max_seq_length": 16}
+        return {**values, **changes}
+
+    return make
+
+
+def command_line(values):
+    line = []
+    for name, value in values.items():
+        if value is not None:
+            line += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return line
+
+
+def run(task, values):
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    return SCRIPTS[task].main(command_line(values))
+
+
+def weights(values):
+    return load_file(Path(values["output_dir"]) / "model.safetensors")
+
+
+def log(values):
+    lines = (Path(values["output_dir"]) / "log.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("task", SCRIPTS)
+@pytest.mark.parametrize("attention", ["none", "mae", "moa"])
+def test_trains_evaluates_and_saves(task, attention, arguments):
+    values = arguments(task, attention_type=attention)
+    metrics = run(task, values)
+    saved = json.loads((Path(values["output_dir"]) / "all_results.json").read_text())
+    assert saved["step"] == 4
+    assert saved["eval_loss"] == metrics["eval_loss"] > 0
+    assert ("bleu" if task == "translation" else "perplexity") in saved
+    entries = log(values)
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
+    assert all(entry["tokens_per_second"] > 0 for entry in entries)
+    if attention == "mae":
+        assert any("gate_entropy" in name for name in entries[0])
+    if attention == "moa":
+        assert any("expert_load_max" in name for name in entries[0])
+    AutoTokenizer.from_pretrained(values["output_dir"])
+
+
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_evaluates_at_each_budget(task, arguments):
+    values = arguments(task, attention_type="mha", cct_budgets=[1, 0.5], cct_noise_steps=0.5)
+    metrics = run(task, values)
+    names = {name for name in metrics if name.startswith("eval_loss")}
+    expected = {"1_1", "1_0.5", "0.5_1", "0.5_0.5"} if task == "translation" else {"1", "0.5"}
+    assert names == {f"eval_loss_at_{budget}" for budget in expected}
+    if task == "mlm":
+        assert metrics["eval_tokens_at_1"] == metrics["eval_tokens_at_0.5"]
+
+
+@pytest.mark.parametrize("task", SCRIPTS)
+@pytest.mark.parametrize("step", [2, 3])
+def test_resumes_bit_for_bit(task, step, arguments, tmp_path):
+    """In the middle of an epoch and of a block coordinate descent."""
+    shared = {
+        "attention_type": "mae",
+        "gate_every_n_epochs": 2,
+        "max_train_steps": 6,
+        "checkpointing_steps": 1,
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": 8,
+        "resume_from_checkpoint": "latest",
+    }
+    if task == "translation":
+        shared["cct_budgets"], shared["cct_noise_steps"] = [1, 0.5], -1
+    whole = arguments(task, **shared)
+    run(task, whole)
+    parts = arguments(task, **shared, output_dir=tmp_path / "parts")
+    (tmp_path / "parts").mkdir()
+    os.rename(tmp_path / "out" / f"step_{step}", tmp_path / "parts" / f"step_{step}")
+    run(task, parts)
+    expected = weights(whole)
+    for name, tensor in weights(parts).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert [entry["step"] for entry in log(parts)] == list(range(step + 1, 7))
+    assert log(parts)[-1]["loss"] == log(whole)[-1]["loss"]
+
+
+def test_killed_run_goes_on_from_its_last_whole_checkpoint(arguments, tmp_path):
+    values = arguments("clm", attention_type="mae", checkpointing_steps=1)
+    values["resume_from_checkpoint"] = "latest"
+    script = f"""
+import os, signal, sys
+sys.path[:0] = {sys.path!r}
+import accelerate
+save, calls = accelerate.Accelerator.save_state, []
+def die(*args, **kwargs):
+    save(*args, **kwargs)
+    calls.append(1)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+accelerate.Accelerator.save_state = die
+import run_clm_no_trainer
+run_clm_no_trainer.main({command_line(values)!r})
+"""
+    died = subprocess.run([sys.executable, "-c", script], capture_output=True, env=os.environ)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    whole = [path.name for path in accelerate_training.find_checkpoints(tmp_path / "out")]
+    assert whole == ["step_1", "step_2"]
+    run("clm", values)
+    other = arguments("clm", attention_type="mae", output_dir=tmp_path / "undisturbed")
+    run("clm", other)
+    expected = weights(other)
+    for name, tensor in weights(values).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_checkpoints_are_averaged(arguments):
+    values = arguments("translation", attention_type="mae", checkpointing_steps=1)
+    values |= {"average_checkpoints": 3, "checkpoints_total_limit": 1}
+    run("translation", values)
+    folders = accelerate_training.find_checkpoints(Path(values["output_dir"]))
+    assert [folder.name for folder in folders] == ["step_2", "step_3", "step_4"]
+    states = [load_file(folder / "model.safetensors") for folder in folders]
+    for name, tensor in weights(values).items():
+        if tensor.is_floating_point():
+            mean = sum(state[name].double() for state in states) / 3
+            torch.testing.assert_close(tensor.double(), mean, atol=1e-7, rtol=1e-6)
+
+
+def test_starts_from_a_checkpoint(arguments, tmp_path):
+    first = arguments("clm", model_type="gpt2", max_train_steps=1)
+    run("clm", first)
+    changes = {"model_type": None, "config_overrides": None, "vocab_size": None}
+    second = arguments("clm", **changes, model_name_or_path=tmp_path / "out", attention_type="moa")
+    second["output_dir"] = tmp_path / "second"
+    run("clm", second)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "second").config.attention_type == "moa"
+
+
+def test_masks_follow_from_seed_epoch_and_place(arguments):
+    values = arguments("mlm")
+    run("mlm", values)
+    tokenizer = AutoTokenizer.from_pretrained(values["output_dir"])
+    lines = list(made_up_lines(400, 0))
+    settings = {"length": 16, "probability": 0.3, "seed": 1}
+    one = run_mlm_no_trainer.RemaskedSequences(lines, tokenizer, **settings)
+    other = run_mlm_no_trainer.RemaskedSequences(lines, tokenizer, **settings)
+    rows = [one[i] for i in range(len(one))]
+    for i in reversed(range(len(one))):
+        assert torch.equal(rows[i]["input_ids"], other[i]["input_ids"])
+    one.set_epoch(1)
+    assert any(not torch.equal(one[i]["input_ids"], rows[i]["input_ids"]) for i in range(len(one)))
+    ids = torch.stack([row["input_ids"] for row in rows])
+    labels = torch.stack([row["labels"] for row in rows])
+    predicted = labels != -100
+    assert not predicted[:, 0].any()  # [CLS]
+    assert 0.2 < predicted.float().mean() < 0.33
+    masked = (ids == tokenizer.mask_token_id)[predicted].float().mean()
+    assert 0.75 < masked < 0.85
+    assert 0.07 < (ids == labels)[predicted].float().mean() < 0.14
+    assert torch.equal(torch.where(predicted, labels, ids), one.ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpointing_steps": "often"}, "`checkpointing_steps` must be .*'often'"),
+        ({"average_checkpoints": 2}, "`average_checkpoints` needs `checkpointing_steps`"),
+        ({"mae_training": "bcd"}, "`mae_training` needs --attention_type mae"),
+        ({"attention_type": "mha", "cct_budgets": [1, 0.5]}, "`cct_noise_steps` must be given"),
+        ({"cct_noise_steps": 5}, "`cct_noise_steps` .*for no other"),
+        ({"resume_from_checkpoint": "nowhere"}, "`resume_from_checkpoint` must be .*nowhere"),
+        ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be at least 1"),
+        ({"train_file": None}, "train text is needed"),
+    ],
+)
+def test_arguments_that_cannot_work_are_errors(changes, message, arguments):
+    with pytest.raises(ValueError, match=message):
+        run("clm", arguments("clm", **changes))
+
+
+def test_divergence_stops_after_saving(arguments, tmp_path):
+    values = arguments("clm", attention_type="mae", learning_rate=1e30, max_grad_norm=0)
+    with pytest.raises(TrainingDivergedError, match=r"step .*learning_rate"):
+        run("clm", values)
+    assert list((tmp_path / "out").glob("diverged-*/model.safetensors"))
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate").glob("*.yaml")), ids=lambda p: p.stem)
+def test_configurations_are_accelerates(path):
+    assert yaml.safe_load(path.read_text())
+    ClusterConfig.from_yaml_file(str(path))
