@@ -12,13 +12,14 @@ from runs import PLAIN_SGD
 class Scenario:
     """A run of two updates.
 
-    `is_deterministic`: nothing is drawn, so that 2 processes x 4 rows and 1 x 8 give the same model.
+    `compared`: what 2 processes x 4 rows and 1 x 8 give alike: all, where nothing is drawn; the gates'
+    parameters, where others are drawn through; nothing.
     """
 
     backbone: str
     fields: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
-    is_deterministic: bool = True
+    compared: str = "all"
     moves_gates: bool = False
 
 
@@ -34,30 +35,36 @@ SCENARIOS = {
     for name, settings in {
         "mha": {},
         "joint": {"fields": MAE, "arguments": JOINT, "moves_gates": True},
-        "bcd": {"fields": MAE, "is_deterministic": False, "moves_gates": True},
+        "bcd": {"fields": MAE, "compared": "none", "moves_gates": True},
+        "gates": {  # experts stand still
+            "fields": MAE,
+            "arguments": {"learning_rate": 0.0, "gate_learning_rate": 0.01},
+            "compared": "gates",
+            "moves_gates": True,
+        },
         "bcd-own-norm": {
             "fields": MAE,
             "arguments": {"sync_gate_norm": False},
-            "is_deterministic": False,
+            "compared": "none",
             "moves_gates": True,
         },
         "experts": {
             "fields": MAE,
             "arguments": {"mae_training": "expert"},
-            "is_deterministic": False,
+            "compared": "none",
         },
         "moa": {"fields": MOA, "arguments": {"router_global_balance": True}},
         "moa-noisy": {
             "fields": {**MOA, "router_type": "noisy_topk", "router_load_loss_coef": 0.1},
-            "is_deterministic": False,
+            "compared": "none",
         },
         "find-unused": {  # the default of `Trainer`
             "fields": MAE,
             "arguments": {"ddp_find_unused_parameters": None},
-            "is_deterministic": False,
+            "compared": "none",
             "moves_gates": True,
         },
-        "cct": {"fields": {**MAE, "cct_budgets": [1, 0.5]}, "is_deterministic": False,
+        "cct": {"fields": {**MAE, "cct_budgets": [1, 0.5]}, "compared": "none",
                 "moves_gates": True},
     }.items()
 }  # fmt: skip

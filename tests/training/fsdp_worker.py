@@ -1,0 +1,76 @@
+"""What each of two processes does in test_fsdp.py: train a sharded model, and write it whole."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin, state
+from accelerate.utils import DistributedType
+from runs import build, gates, trainer
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+LAYERS = {"gpt2": "MoaGPT2Block", "bert": "MoaBertLayer"}
+MODELS = {
+    "gpt2": {"attention_type": "mae"},
+    "gpt2-gates": {"attention_type": "mae"},  # experts stand still
+    "bert": {"attention_type": "mae", "cct_budgets": [1, 0.5]},
+    "bert-moa": {"attention_type": "moa", "ffn_type": "moe"},
+}
+LEARNING_RATES = {"gpt2-gates": 0.0}
+
+
+def shard_on_the_cpu() -> None:
+    """Let Accelerate, which knows FSDP on accelerators alone, shard on the CPU too."""
+    initialise = state.AcceleratorState.__init__
+
+    def with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
+        plugin = fsdp_plugin or FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=[os.environ["FSDP_LAYER"]],
+            cpu_ram_efficient_loading=False,
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        initialise(self, *args, fsdp_plugin=plugin, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = plugin
+
+    state.AcceleratorState.__init__ = with_fsdp
+
+
+def train(name: str, folder: Path) -> None:
+    backbone = name.split("-")[0]
+    os.environ["FSDP_LAYER"] = LAYERS[backbone]
+    state.AcceleratorState._reset_state()
+    model = build(backbone, **MODELS[name])
+    before = gates(model)
+    made = trainer(
+        backbone,
+        model,
+        folder / name,
+        max_steps=2,
+        learning_rate=LEARNING_RATES.get(name, 1e-3),
+        save_strategy="steps",
+        save_steps=2,
+    )
+    made.train()
+    assert all(isinstance(p, DTensor) for p in made.model.parameters())
+    whole = made.accelerator.get_state_dict(made.model)
+    if dist.get_rank() == 0:
+        moved = [key for key in before if not before[key].equal(whole[key])]
+        assert bool(moved) == bool(before), name
+        save_file({k: v.clone() for k, v in whole.items()}, folder / f"{name}.safetensors")
+        model.config.save_pretrained(folder / name)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    shard_on_the_cpu()
+    for each in MODELS:
+        train(each, Path(sys.argv[1]))
+    dist.destroy_process_group()
