@@ -12,6 +12,11 @@ from .gate_descent import (
 from .glue_data import GLUE_TASKS, GlueTask, load_glue_tsv
 from .glue_metric import GlueMetric
 from .label_smoothing import smoothed_loss
+from .recipes import (
+    causal_language_model_recipe,
+    masked_language_model_recipe,
+    translation_recipe,
+)
 from .schedules import CCTNoiseCallback, cct_noise_scale
 from .trainer import MoaSeq2SeqTrainer, MoaTrainer, TrainingDivergedError
 
@@ -27,12 +32,15 @@ __all__ = [
     "MoaTrainingArguments",
     "NonFiniteGradientError",
     "TrainingDivergedError",
+    "causal_language_model_recipe",
     "cct_noise_scale",
     "evaluate_budgets",
     "format_budget_table",
     "gate_parameters",
     "load_glue_tsv",
+    "masked_language_model_recipe",
     "other_parameters",
     "smoothed_loss",
+    "translation_recipe",
     "written_whole",
 ]
