@@ -2,8 +2,8 @@
 
     MoaSeq2SeqTrainingArguments("out", **translation_recipe(hidden_size=512))
 
-What a recipe leaves out (batch size, number of steps, dropout) is the user's. The gates' own settings are
-the defaults of `MoaTrainingArguments`.
+What a recipe leaves out (batch size, number of steps, dropout) is the user's. The gates' own settings
+are the defaults of `MoaTrainingArguments`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 
 def translation_recipe(hidden_size: int = 512, warmup_steps: int = 4000) -> dict[str, Any]:
-    """Adam, warm-up and decay with the inverse square root, label smoothing (Vaswani et al. 2017, section
-    5): the transformer that MAE, MoA and CCT are measured against in translation.
+    """Adam, warm-up and decay with the inverse square root, label smoothing (Vaswani et al. 2017,
+    section 5): the transformer that MAE, MoA and CCT are measured against in translation.
 
     The rate peaks at `(hidden_size * warmup_steps) ** -0.5` after the warm-up: 7e-4 for the base model.
 

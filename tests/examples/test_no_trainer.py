@@ -16,6 +16,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from launching import launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -164,6 +165,39 @@ def test_resumes_bit_for_bit(task, step, arguments, tmp_path):
         assert torch.equal(tensor, expected[name]), name
     assert [entry["step"] for entry in log(parts)] == list(range(step + 1, 7))
     assert log(parts)[-1]["loss"] == log(whole)[-1]["loss"]
+
+
+NO_DROPOUT = {
+    "clm": "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+    "mlm": "hidden_dropout_prob=0,attention_probs_dropout_prob=0",
+    "translation": "dropout_rate=0",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_two_processes_train_as_one(task, arguments, tmp_path):
+    """2 x 4 rows as 1 x 8, evaluation included; nothing is drawn but the order of the data."""
+    shared = {
+        "attention_type": "mae",
+        "mae_training": "joint",
+        "mae_gate_dropout": 0,
+        "config_overrides": f"{OVERRIDES[task]},{NO_DROPOUT[task]}",
+        "learning_rate": 1e-3,
+        "checkpointing_steps": 4,
+    }
+    one = arguments(task, **shared, per_device_train_batch_size=8)
+    run(task, one)
+    two = arguments(task, **shared, output_dir=tmp_path / "two")
+    launch(SCRIPTS[task].__file__, *command_line(two))
+    expected, actual = weights(one), weights(two)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
+    for key, value in json.loads((tmp_path / "out" / "all_results.json").read_text()).items():
+        other = json.loads((tmp_path / "two" / "all_results.json").read_text())[key]
+        assert other == pytest.approx(value, rel=1e-3, abs=0.5 if key == "bleu" else 0), key
+    folders = accelerate_training.find_checkpoints(tmp_path / "two")
+    assert [folder.name for folder in folders] == ["step_4"]
 
 
 def test_killed_run_goes_on_from_its_last_whole_checkpoint(arguments, tmp_path):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
 from fsdp_worker import MODELS
+from launching import launch
 from runs import CLASSES, build, gates, run
 from safetensors.torch import load_file
-from test_processes import launch
 
 pytestmark = pytest.mark.slow
 
