@@ -11,6 +11,7 @@ from .modeling import modeling_moa_t5 as _t5
 from .modeling.configuration_moa_bert import MoaBertConfig
 from .modeling.configuration_moa_gpt2 import MoaGPT2Config
 from .modeling.configuration_moa_t5 import MoaT5Config
+from .modeling.ftg_config import FTGConfig
 from .modeling.modeling_moa_bert import (
     MoaBertForMaskedLM,
     MoaBertForMultipleChoice,
@@ -58,6 +59,7 @@ _register(MoaGPT2Config, _gpt2, _transformers.GPT2Tokenizer)
 _register(MoaT5Config, _t5, _transformers.T5Tokenizer)
 
 __all__ = [
+    "FTGConfig",
     "MoaBertConfig",
     "MoaBertForMaskedLM",
     "MoaBertForMultipleChoice",

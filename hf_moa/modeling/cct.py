@@ -36,6 +36,8 @@ class ControlNetwork(nn.Module):
     Shapes: `[B, T, d]` -> `[B, T, n]`.
     """
 
+    gate_kind = "cct"
+
     def __init__(self, *, hidden_size: int, gate_hidden_size: int, num_gates: int, starts_open: bool):
         super().__init__()
         self.starts_open = starts_open

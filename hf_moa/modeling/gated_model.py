@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from .gate_norm import GateBatchNorm
 from .mae import EXPERT_SELECTIONS, MAE_PHASES, MaeGate, MixtureOfHeads
 from .moe import FeedForwardExperts
 from .routing import TopKRouter
+
+with suppress(ImportError):  # where PEFT is missing, which only adapters need
+    from .ftg_model import FTGModel  # noqa: F401 - PEFT then knows the method
 
 
 class GatedModel:

@@ -94,6 +94,8 @@ class MaeGate(nn.Module):
     hidden layer is computed in `dtype`.
     """
 
+    gate_kind = "mae"
+
     def __init__(self, *, hidden_size: int, num_experts: int, gate_hidden_size: int, dropout: float):
         super().__init__()
         self.norm = GateBatchNorm(hidden_size)

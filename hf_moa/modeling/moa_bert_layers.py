@@ -86,6 +86,8 @@ class MoaBertSublayerOutput(nn.Module):
 class MoaBertAttention(nn.Module):
     """One attention sub-layer: `self` attends, `output` projects and adds to the stream."""
 
+    output_projection = "output.dense"
+
     def __init__(self, config: MoaBertConfig, *, layer_idx: int, is_cross_attention: bool = False):
         super().__init__()
         self.self = MoaBertSelfAttention(

@@ -27,6 +27,8 @@ class MoaGPT2Attention(GatedAttention):
     Returns the update `[B, T, d]`, the attention probabilities (or None) and the layer's record.
     """
 
+    output_projection = "c_proj"
+
     def __init__(self, config: MoaGPT2Config, *, layer_idx: int, is_cross_attention: bool = False):
         d, num_heads, head_dim = config.n_embd, config.n_head, config.attention_head_dim
         scaling = head_dim**-0.5 if config.scale_attn_weights else 1.0

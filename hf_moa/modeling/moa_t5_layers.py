@@ -30,6 +30,8 @@ class MoaT5Attention(GatedAttention):
     and hands it to the layers after it.
     """
 
+    output_projection = "o"
+
     def __init__(
         self,
         config: MoaT5Config,

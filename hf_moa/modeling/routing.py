@@ -59,6 +59,8 @@ class TopKRouter(nn.Module):
     Shapes: `hidden_states` `[B, T, d]`, `padding_mask` `[B, T]` bool or None -> `Routing`.
     """
 
+    gate_kind = "router"
+
     def __init__(
         self, *, hidden_size: int, num_experts: int, num_selected: int, detach_normalizer: bool
     ):

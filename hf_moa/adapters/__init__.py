@@ -1,0 +1,12 @@
+"""FTG and FTG+: finetuning of the gates alone, as PEFT adapters (Peng et al. 2020, section 5.2).
+
+    model = get_peft_model(model, FTGConfig(task_type="SEQ_CLS"))
+
+The code is in `hf_moa/modeling/ftg_*.py`, so that checkpoints carry it.
+"""
+
+from hf_moa.modeling.ftg_config import GATE_KINDS, FTGConfig
+from hf_moa.modeling.ftg_layer import FTGLayer
+from hf_moa.modeling.ftg_model import FTGModel
+
+__all__ = ["GATE_KINDS", "FTGConfig", "FTGLayer", "FTGModel"]

@@ -1,0 +1,92 @@
+"""`FTGConfig`: which gates an FTG adapter trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+# In a `try`, so that a checkpoint's code loads where PEFT is not installed.
+try:
+    from peft import PeftConfig
+except ImportError:
+    raise
+
+GATE_KINDS = ("mae", "router", "cct")
+
+
+class FTGPeftType(str, Enum):
+    """PEFT's name of the method. (Its own enumeration is closed.)"""
+
+    FTG = "FTG"
+
+
+@dataclass
+class FTGConfig(PeftConfig):
+    """Adapter that trains the gates of a gated model, and of FTG+ the attention's output projections too
+    (Peng et al. 2020, section 5.2).
+
+    The adapter holds copies of the modules that it trains; the base model stays as it was.
+
+    Args:
+        plus (`bool`, defaults to `False`): FTG+: also train the output projection of every attention.
+        gates (`tuple[str]`, defaults to `("mae", "router", "cct")`):
+            Which gating modules to train, of those that the model has: the gates of MAE, the routers of
+            MoA and of sparse feed-forward layers, the control networks of CCT.
+        modules_to_save (`list[str]`, *optional*): further modules to train and save, such as a
+            classifier. With `task_type` "SEQ_CLS" or "TOKEN_CLS", PEFT adds the head by itself.
+        layers_to_transform (`int` or `list[int]`, *optional*): the layers to train; default: all. T5's
+            encoder and decoder each count from 0.
+        target_modules (`str` or `list[str]`, *optional*): names of the modules to train, in the place of
+            `gates` and `plus`. An adapter that was made knows those it found.
+        exclude_modules (`str` or `list[str]`, *optional*): names of modules to leave out.
+        init_weights (`bool`, defaults to `True`): start from the base's weights, so that the adapted
+            model computes what the base does; `False` perturbs them, for tests.
+        made_for (`dict`, *optional*): what the adapter was made for; written by it, checked on loading.
+
+    Raises:
+        ValueError: an unknown kind of gate; when the model is adapted: nothing in it is selected, or it
+            is not what the adapter was made for.
+    """
+
+    plus: bool = field(
+        default=False, metadata={"help": "Also train the attention's output projections (FTG+)."}
+    )
+    gates: list[str] | tuple[str, ...] | str = field(
+        default=GATE_KINDS, metadata={"help": f"Which gates to train: of {', '.join(GATE_KINDS)}."}
+    )
+    modules_to_save: list[str] | str | None = field(
+        default=None, metadata={"help": "Further modules to train and save, such as a classifier."}
+    )
+    layers_to_transform: list[int] | int | None = field(
+        default=None, metadata={"help": "The layers to train; all by default."}
+    )
+    target_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Names of the modules to train, in the place of gates and plus."}
+    )
+    exclude_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Names of modules to leave out."}
+    )
+    init_weights: bool = field(
+        default=True, metadata={"help": "Start from the base's weights; False perturbs them."}
+    )
+    made_for: dict[str, Any] | None = field(
+        default=None, metadata={"help": "The model that the adapter was made for."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.peft_type = FTGPeftType.FTG
+        self.gates = [self.gates] if isinstance(self.gates, str) else list(self.gates)
+        unknown = [kind for kind in self.gates if kind not in GATE_KINDS]
+        if unknown or not (self.gates or self.plus or self.target_modules):
+            raise ValueError(
+                f"FTGConfig.gates must hold some of {', '.join(map(repr, GATE_KINDS))}, or plus be True "
+                f"(got {self.gates!r})."
+            )
+        if not isinstance(self.plus, bool):
+            raise ValueError(f"FTGConfig.plus must be True or False (got {self.plus!r}).")
+        if isinstance(self.target_modules, (list, tuple)):
+            self.target_modules = set(self.target_modules)
+        if isinstance(self.exclude_modules, (list, tuple)):
+            self.exclude_modules = set(self.exclude_modules)
