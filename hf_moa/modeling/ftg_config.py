@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 # In a `try`, so that a checkpoint's code loads where PEFT is not installed.
@@ -90,3 +91,36 @@ class FTGConfig(PeftConfig):
             self.target_modules = set(self.target_modules)
         if isinstance(self.exclude_modules, (list, tuple)):
             self.exclude_modules = set(self.exclude_modules)
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """As in PEFT; and the adapter's card says what it is and how to load it."""
+        super().save_pretrained(save_directory, **kwargs)
+        card = Path(save_directory, "README.md")
+        if card.is_file():
+            text = card.read_text(encoding="utf-8")
+            start = text.find("\n---", 3) + len("\n---")  # behind the metadata
+            if text.startswith("---") and start > len("\n---"):
+                card.write_text(f"{text[:start]}\n\n{self._card()}", encoding="utf-8")
+
+    def _card(self) -> str:
+        base = self.base_model_name_or_path or "the base model"
+        kinds = {"mae": "MAE gates", "router": "routers", "cct": "CCT control networks"}
+        trained = [kinds[kind] for kind in self.gates]
+        if self.plus:
+            trained.append("attention output projections")
+        return f"""# {"FTG+" if self.plus else "FTG"} adapter of {base}
+
+A PEFT adapter for a gated Transformer: it trains copies of the base model's {", ".join(trained)} (as far
+as the base has them) and leaves all else as it is (Peng et al. 2020, "A Mixture of h-1 Heads is Better
+than h Heads", section 5.2).
+
+```python
+import hf_moa  # makes PEFT and transformers know the adapter and the base
+from peft import AutoPeftModel
+
+model = AutoPeftModel.from_pretrained("path/or/name/of/this/adapter", import_allowlist=["hf_moa"])
+```
+
+`pip install hf-moa` brings it. Without it, load the base first, with `trust_remote_code=True`, and then
+`PeftModel.from_pretrained(base, ...)`.
+"""

@@ -53,7 +53,12 @@ class FTGModel(BaseTuner):
     tuner_layer_cls = FTGLayer
     target_module_mapping: dict[str, Any] = {}  # noqa: RUF012 - PEFT's form
 
-    def _pre_injection_hook(self, model: nn.Module, config: FTGConfig, adapter_name: str) -> None:
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """As in PEFT, once it is known what the adapter selects and that the model is its own."""
+        self._find_targets(model, self.peft_config[adapter_name], adapter_name)
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+
+    def _find_targets(self, model: nn.Module, config: FTGConfig, adapter_name: str) -> None:
         if config.target_modules is None:
             config.target_modules = set(_selected(model, config))
         facts = _facts(model)

@@ -77,7 +77,8 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
             - `"joint"`: gates and experts together, on the mixture (the paper's NOBCD).
             - `"expert"`: F steps alone, which is how uniform gates (UNI-MAE) are trained.
 
-            Default: `"bcd"` where gates are learned, `"expert"` where they are uniform.
+            Default: `"bcd"` where gates are learned, `"expert"` where they are uniform; `"joint"` for a
+            model with a PEFT adapter.
         gate_every_n_epochs (`int`, defaults to 5): n of BCD.
         gate_learning_rate (`float`, defaults to 1.0): of BCD's SGD; constant, without momentum, weight
             decay or clipping.

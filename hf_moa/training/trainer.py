@@ -68,6 +68,8 @@ class _GatedTraining:
             return None
         if self.args.mae_training is not None:
             return self.args.mae_training
+        if hasattr(self.model, "peft_config"):
+            return "joint"  # there may be nothing but gates to train
         return "bcd" if config.mae_gate_type == "learned" else "expert"
 
     def _gated_model(self) -> nn.Module:

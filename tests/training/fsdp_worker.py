@@ -9,9 +9,9 @@ from pathlib import Path
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, state
 from accelerate.utils import DistributedType
-from runs import build, gates, trainer
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from training_runs import build, gates, trainer
 
 LAYERS = {"gpt2": "MoaGPT2Block", "bert": "MoaBertLayer"}
 MODELS = {

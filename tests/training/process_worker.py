@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from runs import build, gates, trainer
 from safetensors.torch import save_file
 from scenarios import SCENARIOS, SETTINGS
+from training_runs import build, gates, trainer
 
 
 def train(name: str, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from runs import PLAIN_SGD
+from training_runs import PLAIN_SGD
 
 
 @dataclass(frozen=True)

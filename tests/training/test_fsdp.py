@@ -7,8 +7,8 @@ import torch
 from accelerate.utils import merge_fsdp_weights
 from fsdp_worker import MODELS
 from launching import launch
-from runs import CLASSES, build, gates, run
 from safetensors.torch import load_file
+from training_runs import CLASSES, build, gates, run
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import CLASSES, PLAIN_SGD, assert_same, build, experts, gates, rows, run, trainer
+from training_runs import CLASSES, PLAIN_SGD, assert_same, build, experts, gates, rows, run, trainer
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_moa.training import (

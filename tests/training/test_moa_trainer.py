@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import CLASSES, PLAIN_SGD, assert_same, build, rows, run, trainer
+from training_runs import CLASSES, PLAIN_SGD, assert_same, build, rows, run, trainer
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -255,7 +255,7 @@ def test_best_model_is_loaded_and_the_limit_kept(tmp_path):
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {path!r}
-from runs import build, trainer
+from training_runs import build, trainer
 made = trainer("bert", build("bert", attention_type="mae"), {folder!r}, max_steps=4,
                save_strategy="steps", save_steps=1)
 write, calls = made.{method}, []

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from launching import launch
-from runs import build, gates, run
 from safetensors.torch import load_file
 from scenarios import SCENARIOS, SETTINGS
+from training_runs import build, gates, run
 
 HERE = Path(__file__).parent
 

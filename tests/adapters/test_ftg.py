@@ -1,0 +1,486 @@
+"""FTG and FTG+: what people do with an adapter, on every backbone and kind of gate."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import CASE
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
+from safetensors.torch import load_file
+from training_runs import CLASSES, assert_same, build, rows, run, trainer
+from transformers import Trainer, TrainingArguments
+
+from hf_moa import FTGConfig
+from hf_moa.adapters import FTGLayer, FTGModel
+
+VARIANTS = {
+    "mae": {"attention_type": "mae"},
+    "moa": {"attention_type": "moa", "router_type": "noisy_topk", "ffn_type": "moe"},
+    "cct": {"cct_budgets": [1, 0.5]},
+    "mae-cct": {"attention_type": "mae", "cct_budgets": [1, 0.5]},
+}
+TASKS = {"bert": "SEQ_CLS", "bert-lm": None, "gpt2": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}
+each_backbone = pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+each_method = pytest.mark.parametrize("plus", [False, True], ids=["ftg", "ftg-plus"])
+
+
+def adapted(name, variant, *, plus=False, seed=0, adapter_name="default", perturbed=False, **config):
+    base = build(name, dropout=True, seed=seed, **VARIANTS[variant])
+    config = FTGConfig(plus=plus, task_type=TASKS[name], init_weights=not perturbed, **config)
+    return get_peft_model(base, config, adapter_name=adapter_name)
+
+
+@torch.no_grad()
+def predict(name, model):
+    return model(**CLASSES[name].inputs())[0]
+
+
+def tensors(model):
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+# --- what is trained ------------------------------------------------------------------------------
+
+
+@each_backbone
+@each_variant
+@each_method
+def test_trains_its_gates_alone(name, variant, plus, tmp_path):
+    model = adapted(name, variant, plus=plus)
+    assert torch.equal(
+        predict(name, model.eval()), predict(name, build(name, dropout=True, **VARIANTS[variant]).eval())
+    )
+    before = {key: tensor.clone() for key, tensor in tensors(model).items()}
+    run(name, model, tmp_path, max_steps=2, learning_rate=1e-2)
+    moved = {key for key, tensor in tensors(model).items() if not torch.equal(tensor, before[key])}
+    moved -= {key for key in moved if "noise_scale" in key}
+    assert moved
+    kinds = ("mixture.gate", "router", "control")
+    for key in moved:
+        is_head = "modules_to_save" in key
+        is_projection = plus and any(
+            part in key for part in (".output.dense.", ".c_proj.", ".o.", "attention")
+        )
+        assert is_head or (".ftg_modules.default." in key), key
+        assert is_head or is_projection or any(kind in key for kind in kinds), key
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        ({}, {"gate", "control"}),
+        ({"gates": ("mae",)}, {"gate"}),
+        ({"gates": "cct"}, {"control"}),
+        ({"gates": (), "plus": True}, {"dense"}),
+        ({"gates": ["mae"], "plus": True}, {"gate", "dense"}),
+    ],
+)
+def test_choice_of_gates(config, kinds):
+    base = build("bert-lm", **VARIANTS["mae-cct"])
+    model = get_peft_model(base, FTGConfig(**config))
+    names = [name for name, module in model.named_modules() if isinstance(module, FTGLayer)]
+    assert {name.rsplit(".", 1)[1] for name in names} == kinds
+    if "dense" in kinds:
+        assert sum(name.endswith("attention.output.dense") for name in names) == 2
+
+
+@pytest.mark.parametrize("layers", [0, [1]])
+@each_backbone
+def test_choice_of_layers(name, layers):
+    model = adapted(name, "mae", plus=True, layers_to_transform=layers)
+    names = [n for n, module in model.named_modules() if isinstance(module, FTGLayer)]
+    chosen = layers if isinstance(layers, int) else layers[0]
+    assert names
+    for path in names:
+        assert any(f".{part}.{chosen}." in path for part in ("layer", "h", "block")), path
+
+
+@pytest.mark.parametrize(
+    ("variant", "config", "message"),
+    [
+        (
+            "mae",
+            {"gates": ("router",)},
+            r"nothing .*'router'.*gates of mae in the layers \[0, 1\]",
+        ),
+        ("mae", {"layers_to_transform": [7]}, r"layers_to_transform=\[7\].*layers \[0, 1\]"),
+        (None, {}, "it has no gates .*hf_moa.upcycle"),
+    ],
+)
+def test_selecting_nothing_is_an_error(variant, config, message):
+    base = build("bert", **VARIANTS.get(variant, {}))
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(base, FTGConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"gates": ("mae", "moe")}, r"FTGConfig.gates must hold some of .*'moe'"),
+        ({"gates": ()}, "FTGConfig.gates"),
+        ({"plus": "yes"}, "FTGConfig.plus must be True or False"),
+    ],
+)
+def test_bad_configurations_are_errors(config, message):
+    with pytest.raises(ValueError, match=message):
+        FTGConfig(**config)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def test_papers_sgd(tmp_path):
+    """A step of plain SGD on the gates, by hand."""
+    base = build("gpt2", **VARIANTS["mae"])  # without dropout
+    model = get_peft_model(base, FTGConfig()).train()
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    made = trainer("gpt2", model, tmp_path, optim="sgd", learning_rate=1.0, max_grad_norm=0,
+                   lr_scheduler_type="constant", train_sampling_strategy="sequential",
+                   per_device_train_batch_size=8)  # fmt: skip
+    model(**made.data_collator(list(rows("gpt2")))).loss.backward()
+    expected = {n: model.get_parameter(n).detach() - model.get_parameter(n).grad for n in names}
+    model.zero_grad()
+    for module in model.modules():  # statistics of the forward above
+        if hasattr(module, "running_mean"):
+            module.reset_running_stats()
+    made.train()
+    for n in names:
+        torch.testing.assert_close(model.get_parameter(n).detach(), expected[n], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("training", ["bcd", "joint"])
+def test_block_coordinate_descent_of_an_adapter(training, tmp_path):
+    """With a head to train in the F steps."""
+    model = adapted("bert", "mae")
+    made = run("bert", model, tmp_path, max_steps=2, mae_training=training)
+    assert made.mae_training == training
+    assert model.get_base_model().mae_phase == "mixture"
+
+
+@pytest.mark.parametrize("moa_trainer", [True, False])
+@each_variant
+def test_resumption_is_bit_exact(variant, moa_trainer, tmp_path):
+    settings = {"max_steps": 4, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2}
+    if moa_trainer:
+        make = trainer
+    else:
+
+        def make(name, model, folder, **arguments):
+            arguments = TrainingArguments(
+                str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **arguments
+            )
+            return Trainer(model, arguments, train_dataset=list(rows(name)))
+
+    whole = make("bert", adapted("bert", variant), tmp_path, **settings)
+    whole.train()
+    resumed = make("bert", adapted("bert", variant), tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(tensors(resumed.model), tensors(whole.model))
+
+
+def test_best_adapter_is_loaded(tmp_path):
+    model = adapted("bert", "mae")
+    made = trainer("bert", model, tmp_path, max_steps=3, learning_rate=0.1, save_strategy="steps",
+                   save_steps=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+                   metric_for_best_model="loss", greater_is_better=True)  # fmt: skip
+    made.train()
+    losses = [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry]
+    assert made.evaluate()["eval_loss"] == pytest.approx(max(losses), rel=1e-5)
+
+
+@each_variant
+def test_gradient_checkpointing_changes_nothing(variant, tmp_path):
+    states = []
+    for checkpointing in (False, True):
+        model = adapted("bert", variant)
+        run("bert", model, tmp_path, max_steps=2, activation_checkpointing=checkpointing,
+            optim="sgd", learning_rate=0.1)  # fmt: skip
+        states.append(get_peft_model_state_dict(model))
+    for key, tensor in states[0].items():
+        torch.testing.assert_close(states[1][key], tensor, atol=1e-6, rtol=1e-5, msg=key)
+
+
+# --- saving and loading ---------------------------------------------------------------------------
+
+
+@each_backbone
+@each_variant
+@each_method
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_adapter_loads_bit_exactly(name, variant, plus, low_memory, tmp_path):
+    model = adapted(name, variant, plus=plus, adapter_name="tuned")
+    run(name, model, tmp_path / "run", max_steps=1, learning_rate=0.1)
+    expected = predict(name, model.eval())
+    model.save_pretrained(tmp_path)
+    folder = tmp_path / "tuned"
+    assert {p.name for p in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert not any("base_layer" in key or "tuned" in key for key in saved)
+    base = build(name, dropout=True, **VARIANTS[variant])
+    loaded = PeftModel.from_pretrained(
+        base, folder, adapter_name="other", low_cpu_mem_usage=low_memory
+    ).eval()
+    assert torch.equal(predict(name, loaded), expected)
+    assert not any(p.requires_grad for p in loaded.parameters())
+
+
+def test_auto_classes_load_base_and_adapter(tmp_path):
+    for name, auto in (
+        ("bert", AutoPeftModelForSequenceClassification),
+        ("gpt2", AutoPeftModelForCausalLM),
+    ):
+        base = build(name, dropout=True, **VARIANTS["mae-cct"])
+        base.save_pretrained(tmp_path / name / "base")
+        base = CLASSES[name].gated.from_pretrained(tmp_path / name / "base")
+        model = get_peft_model(base, FTGConfig(task_type=TASKS[name], init_weights=False)).eval()
+        expected = predict(name, model)
+        model.save_pretrained(tmp_path / name / "adapter")
+        fields = {"num_labels": 3} if name == "bert" else {}
+        loaded = auto.from_pretrained(tmp_path / name / "adapter", **fields).eval()
+        assert torch.equal(predict(name, loaded), expected)
+
+
+def test_card_says_what_it_is_and_how_to_load_it(tmp_path):
+    base = build("gpt2", **VARIANTS["mae"])
+    base.save_pretrained(tmp_path / "base")
+    base = CLASSES["gpt2"].gated.from_pretrained(tmp_path / "base")
+    get_peft_model(base, FTGConfig(plus=True)).save_pretrained(tmp_path / "adapter")
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    for part in ("base_model:", "library_name: peft", "FTG+ adapter", "MAE gates", "import hf_moa"):
+        assert part in card, part
+    assert str(tmp_path / "base") in card
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mae_num_dropped_heads": 2}, "mae_num_dropped_heads=1, not 2"),
+        ({"attention_type": "moa"}, "attention_type='mae', not 'moa'"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=2, not 3"),
+        ({"cct_budgets": [1, 0.5]}, "cct=False, not True"),
+    ],
+)
+def test_adapter_of_another_model_is_refused(changes, message, tmp_path):
+    adapted("bert", "mae").save_pretrained(tmp_path)
+    other = build("bert", **VARIANTS["mae"] | changes)
+    with pytest.raises(ValueError, match=message):
+        PeftModel.from_pretrained(other, tmp_path)
+
+
+def test_adapter_of_another_backbone_is_refused(tmp_path):
+    adapted("gpt2", "mae").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model_type='moa_gpt2', not 'moa_bert'"):
+        PeftModel.from_pretrained(build("bert-lm", **VARIANTS["mae"]), tmp_path)
+
+
+REMOTE = """
+import sys
+sys.modules["hf_moa"] = None  # as where it is not installed
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/base", trust_remote_code=True)
+model = PeftModel.from_pretrained(base, sys.argv[1] + "/adapter").eval()
+with torch.no_grad():
+    torch.save(model(torch.arange(5, 12)[None]).logits, sys.argv[1] + "/logits.pt")
+"""
+
+
+def test_adapter_loads_beside_the_code_of_its_base(tmp_path):
+    base = build("gpt2", **VARIANTS["mae-cct"])
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(base, FTGConfig(init_weights=False)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = model(torch.arange(5, 12)[None]).logits
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", REMOTE, str(tmp_path)],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+
+
+# --- several adapters -----------------------------------------------------------------------------
+
+
+@each_variant
+@each_method
+def test_adapters_are_switched_disabled_and_deleted(variant, plus, tmp_path):
+    base = build("bert", dropout=True, **VARIANTS[variant]).eval()
+    plain = predict("bert", base)
+    model = get_peft_model(base, FTGConfig(plus=plus, init_weights=False), adapter_name="one").eval()
+    one = predict("bert", model)
+    model.add_adapter("two", FTGConfig(plus=plus, init_weights=False))
+    assert torch.equal(predict("bert", model), one)
+    model.set_adapter("two")
+    two = predict("bert", model)
+    assert not torch.equal(two, one)
+    assert not torch.equal(one, plain)
+    with model.disable_adapter():
+        assert torch.equal(predict("bert", model), plain)
+    run("bert", model, tmp_path, max_steps=2, learning_rate=0.1)  # of the active one
+    model.eval()
+    assert not torch.equal(predict("bert", model), two)
+    model.set_adapter("one")
+    assert torch.equal(predict("bert", model), one)
+    with model.disable_adapter():
+        assert torch.equal(predict("bert", model), plain)
+    model.delete_adapter("two")
+    assert torch.equal(predict("bert", model), one)
+    assert not any("two" in name for name, _ in model.named_modules())
+
+
+@each_variant
+def test_base_never_moves_in_training_mode(variant):
+    model = adapted("bert-lm", variant).train()
+    base = {k: v.clone() for k, v in tensors(model).items() if "base_layer" in k}
+    copies = {k: v.clone() for k, v in tensors(model).items() if "ftg_modules" in k}
+    with model.disable_adapter():
+        model(**CLASSES["bert-lm"].inputs())
+    assert_same({k: v for k, v in tensors(model).items() if "base_layer" in k}, base)
+    assert_same({k: v for k, v in tensors(model).items() if "ftg_modules" in k}, copies)
+    model(**CLASSES["bert-lm"].inputs())
+    assert_same({k: v for k, v in tensors(model).items() if "base_layer" in k}, base)
+    if variant.startswith("mae"):
+        moved = [k for k in copies if not torch.equal(tensors(model)[k], copies[k])]
+        assert any("running_mean" in key for key in moved)
+
+
+def test_two_active_adapters_are_an_error():
+    model = adapted("bert-lm", "mae", adapter_name="one")
+    model.add_adapter("two", FTGConfig())
+    model.base_model.set_adapter(["one", "two"])
+    with pytest.raises(ValueError, match=r"one adapter at a time .*one, two"):
+        predict("bert-lm", model)
+
+
+@each_backbone
+@each_variant
+@each_method
+def test_merged_model_is_a_plain_one(name, variant, plus, tmp_path):
+    model = adapted(name, variant, plus=plus, perturbed=True).eval()
+    expected = predict(name, model)
+    model.merge_adapter()
+    assert torch.equal(predict(name, model), expected)
+    model.unmerge_adapter()
+    with model.disable_adapter():
+        base = build(name, dropout=True, **VARIANTS[variant]).eval()
+        assert torch.equal(predict(name, model), predict(name, base))
+    assert torch.equal(predict(name, model), expected)
+    merged = model.merge_and_unload()
+    assert torch.equal(predict(name, merged), expected)
+    merged.save_pretrained(tmp_path)
+    loaded, report = CLASSES[name].gated.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert torch.equal(predict(name, loaded.eval()), expected)
+
+
+# --- beside other things --------------------------------------------------------------------------
+
+
+@each_backbone
+def test_transformers_own_adapter_interface(name, tmp_path):
+    base = build(name, dropout=True, **VARIANTS["mae-cct"]).eval()
+    plain = predict(name, base)
+    base.add_adapter(FTGConfig(init_weights=False), adapter_name="tuned")
+    expected = predict(name, base.eval())
+    assert not torch.equal(expected, plain)
+    base.disable_adapters()
+    assert torch.equal(predict(name, base), plain)
+    base.enable_adapters()
+    assert torch.equal(predict(name, base.eval()), expected)
+    base.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    other = build(name, dropout=True, **VARIANTS["mae-cct"])
+    other.load_adapter(tmp_path)
+    assert torch.equal(predict(name, other.eval()), expected)
+    as_peft = PeftModel.from_pretrained(build(name, dropout=True, **VARIANTS["mae-cct"]), tmp_path)
+    assert torch.equal(predict(name, as_peft.eval()), expected)
+
+
+def test_two_methods_on_one_model():
+    """LoRA on queries and FTG on gates, through transformers' interface."""
+    model = build("bert-lm", **VARIANTS["mae"])
+    model.add_adapter(LoraConfig(target_modules=["query"], init_lora_weights=False), "lora")
+    lora = predict("bert-lm", model.eval())
+    model.add_adapter(FTGConfig(init_weights=False), "ftg")
+    model.set_adapter("ftg")
+    ftg = predict("bert-lm", model.eval())
+    model.set_adapter(["lora", "ftg"])
+    both = predict("bert-lm", model.eval())
+    model.set_adapter("lora")
+    assert torch.equal(predict("bert-lm", model.eval()), lora)
+    assert not torch.equal(ftg, lora)
+    assert not torch.equal(both, lora)
+    assert not torch.equal(both, ftg)
+
+
+@each_backbone
+@each_variant
+def test_half_precision_base_with_full_precision_gates(name, variant, tmp_path):
+    build(name, **VARIANTS[variant]).save_pretrained(tmp_path)
+    base = CLASSES[name].gated.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    reference = predict(name, base.eval())
+    model = get_peft_model(base, FTGConfig(plus=True))
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    assert trained == {torch.float32}
+    run(name, model, tmp_path / "run", max_steps=1, learning_rate=0.0)
+    actual = predict(name, model.eval())
+    assert actual.dtype == torch.bfloat16
+    assert actual.isfinite().all()
+    if "cct" not in variant:  # whose hard gates fall either way
+        assert (actual - reference).abs().float().mean() < 0.1 * reference.abs().float().mean()
+
+
+@pytest.mark.slow
+@each_variant
+def test_compiled_adapter_is_the_same(variant):
+    torch._dynamo.reset()
+    model = adapted("bert", variant, plus=True, perturbed=True).eval()
+    expected = predict("bert", model)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(predict("bert", compiled), expected)
+
+
+def test_modules_to_save_and_head(tmp_path):
+    model = adapted("bert", "mae")
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert any("classifier.modules_to_save" in name for name in names)
+    base = build("bert-lm", **VARIANTS["mae"])
+    model = get_peft_model(base, FTGConfig(modules_to_save=["cls"]))
+    assert any("cls.modules_to_save" in n for n, p in model.named_parameters() if p.requires_grad)
+
+
+def test_shared_module_is_refused():
+    base = build("bert-lm", **VARIANTS["mae"])
+    layers = base.bert.encoder.layer
+    layers[1].attention.self.mixture.gate = layers[0].attention.self.mixture.gate
+    with pytest.raises(ValueError, match="shared"):
+        get_peft_model(base, FTGConfig())
+
+
+def test_config_round_trip(tmp_path):
+    config = FTGConfig(plus=True, gates=("mae", "cct"), layers_to_transform=[0])
+    config.save_pretrained(tmp_path)
+    loaded = PeftConfig.from_pretrained(tmp_path)
+    assert type(loaded) is FTGConfig
+    assert loaded.to_dict() == config.to_dict()
+    assert json.loads(Path(tmp_path, "adapter_config.json").read_text())["peft_type"] == "FTG"
+    assert FTGModel.prefix == "ftg_"
+    assert CASE["BertModel"].gated is not None
