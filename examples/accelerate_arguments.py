@@ -72,9 +72,18 @@ class _RunArguments:
                 "`average_checkpoints` needs `checkpointing_steps` (got "
                 f"{self.average_checkpoints} and None)."
             )
-        for name in ("gradient_accumulation_steps", "num_train_epochs", "logging_steps"):
-            if getattr(self, name) < 1:
+        for name in (
+            "gradient_accumulation_steps",
+            "num_train_epochs",
+            "max_train_steps",
+            "logging_steps",
+            "eval_steps",
+            "checkpoints_total_limit",
+        ):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1 (got {getattr(self, name)}).")
+        if self.push_to_hub and self.hub_model_id is None:
+            raise ValueError("`push_to_hub` needs `hub_model_id`, the model's name (got None).")
 
 
 @dataclass

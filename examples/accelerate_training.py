@@ -11,18 +11,19 @@ import contextlib
 import json
 import logging
 import math
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate_arguments import AccelerateArguments
+from accelerate_checkpoints import Progress, checkpoint_to_resume, find_checkpoints
 from safetensors.torch import load_file
+from text_training import IGNORE_INDEX
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -41,19 +42,6 @@ from hf_moa.training.arguments import noise_steps
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
 
 logger = logging.getLogger(__name__)
-
-IGNORE_INDEX = -100
-_CHECKPOINT = re.compile(r"(step|epoch)_(\d+)")
-
-
-@dataclass
-class Progress:
-    """Where a run is: enough to go on from a checkpoint."""
-
-    step: int = 0
-    epoch: int = 0
-    batches_in_epoch: int = 0
-    tokens: int = 0
 
 
 class GatedTraining:
@@ -93,7 +81,9 @@ class GatedTraining:
             generator=torch.Generator().manual_seed(args.seed),  # leaves the model's draws alone
         )
         optimizer = torch.optim.AdamW(
-            _parameter_groups(model, args.weight_decay, gates=self.mae_training != "bcd"),
+            _parameter_groups(
+                model, args.weight_decay, gates=self.mae_training not in ("bcd", "expert")
+            ),
             lr=args.learning_rate,
             betas=(0.9, args.adam_beta2),
         )
@@ -110,11 +100,19 @@ class GatedTraining:
         )
         accelerator.register_for_checkpointing(self.scheduler)
         self.descent = self._prepare_gates()
-        self.progress = Progress()
+        self.progress = Progress(
+            rows_per_update=(
+                args.per_device_train_batch_size,
+                args.gradient_accumulation_steps,
+                accelerator.num_processes,
+            )
+        )
+        self._check_averaging(updates_per_epoch)
         self.statistics = StepStatistics()
         self.shifts_labels = getattr(self.gated, "loss_type", None) == "ForCausalLM"
         if args.with_tracking:
-            accelerator.init_trackers("hf_moa", _plain(asdict(args)))
+            config = {k: v for k, v in asdict(args).items() if not k.endswith("token")}
+            accelerator.init_trackers("hf_moa", _plain(config))
 
     def _prepare_gates(self) -> BlockCoordinateDescent | None:
         if hasattr(self.gated, "set_global_statistics"):
@@ -149,7 +147,7 @@ class GatedTraining:
         self.tokens = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
         self.updates_since_log = 0
         self.started, self.tokens_before = time.perf_counter(), progress.tokens
-        metrics: dict[str, float] = {}
+        self.seconds_elsewhere = 0.0  # in evaluations and checkpoints
         try:
             while progress.step < self.max_steps:
                 for batches in self._updates():
@@ -158,24 +156,29 @@ class GatedTraining:
                     progress.batches_in_epoch += len(batches)
                     bar.update()
                     self._log(bar)
-                    metrics = self._evaluate_when(args.eval_steps, metrics)
+                    if args.eval_steps is not None and progress.step % args.eval_steps == 0:
+                        self._evaluate()
                     if self._is_checkpoint(progress.step):
                         self._save(f"step_{progress.step}")
                     if progress.step >= self.max_steps:
                         break
+                if progress.batches_in_epoch < len(self.loader):
+                    break  # in the middle of the epoch
                 progress.epoch, progress.batches_in_epoch = progress.epoch + 1, 0
                 if args.checkpointing_steps == "epoch":
                     self._save(f"epoch_{progress.epoch}")
-                if args.eval_steps is None:
-                    metrics = self._evaluate()
+                if args.eval_steps is None and progress.step < self.max_steps:
+                    self._evaluate()
         finally:
             bar.close()
             if self.descent is not None:
                 self.descent.finish()
+        self._write_model(self.output_dir)  # before anything else can go wrong
         if args.average_checkpoints:
             self._average_checkpoints()
-            metrics = self._evaluate()
-        self._save_model(metrics)
+            self._write_model(self.output_dir)
+        metrics = self._evaluate()
+        self._write_results(metrics)
         self.accelerator.end_training()
         return metrics
 
@@ -210,7 +213,8 @@ class GatedTraining:
         count = sum((each != IGNORE_INDEX).sum() for each in labels)
         count = accelerator.gather(count.to(accelerator.device).view(1)).sum()
         self.model.train()
-        if self.descent is not None and self.descent.has_gate_steps(self.progress.epoch):
+        epoch = args.gate_epoch(self.progress.epoch, self.progress.step)
+        if self.descent is not None and self.descent.has_gate_steps(epoch):
             is_ddp = accelerator.distributed_type.value.startswith("MULTI_")
             inner = self.gated if is_ddp else self.model
             scaler = getattr(accelerator, "scaler", None)
@@ -231,9 +235,12 @@ class GatedTraining:
             self.tokens += _num_tokens(batch)
         self.updates_since_log += 1
         norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm or float("inf"))
-        has_scaler = getattr(accelerator, "scaler", None) is not None  # which skips such updates
-        if norm is not None and not has_scaler and not math.isfinite(float(norm)):
-            self._stop_diverged(f"The norm of the gradients is {float(norm)}.")
+        if norm is not None and not math.isfinite(float(norm)):
+            # a scaler skips updates of infinite gradients, but not of an infinite loss
+            if getattr(accelerator, "scaler", None) is None:
+                self._stop_diverged(f"The norm of the gradients is {float(norm)}.")
+            if not math.isfinite(float(self._sum(self.loss.double().cpu()))):
+                self._stop_diverged("The loss is infinite or no number.")
         self.optimizer.step()
         if not self.optimizer.step_was_skipped:
             self.scheduler.step()
@@ -285,7 +292,7 @@ class GatedTraining:
             return
         self._count_tokens()
         loss = float(self._sum(self.loss.double().cpu()))
-        seconds = time.perf_counter() - self.started
+        seconds = time.perf_counter() - self.started - self.seconds_elsewhere
         logs = {
             "loss": loss / self.accelerator.num_processes / self.updates_since_log,
             "learning_rate": self.scheduler.get_last_lr()[0],
@@ -305,15 +312,11 @@ class GatedTraining:
         self.progress.tokens += int(self._sum(self.tokens.cpu()))
         self.tokens = torch.zeros_like(self.tokens)
 
-    def _evaluate_when(self, eval_steps: int | None, metrics: dict[str, float]) -> dict[str, float]:
-        if eval_steps is None or self.progress.step % eval_steps:
-            return metrics
-        return self._evaluate()
-
     def _evaluate(self) -> dict[str, float]:
         """Metrics; of a CCT model, at each of its budgets."""
         if self.evaluate is None:
             return {}
+        began = time.perf_counter()
         self.model.eval()
         budgets = distinct_budgets(self.gated.config)
         metrics = {}
@@ -328,6 +331,7 @@ class GatedTraining:
             metrics |= {f"{key}_at_{name}": value for key, value in found.items()}
         if budgets:
             self.gated.set_budget(None)
+        self.seconds_elsewhere += time.perf_counter() - began
         logger.info(f"step {self.progress.step}: {metrics}")
         self.accelerator.log(metrics, step=self.progress.step)
         return metrics
@@ -345,36 +349,59 @@ class GatedTraining:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def _save(self, name: str) -> None:
+        began = time.perf_counter()
         self._count_tokens()
         with written_whole(self.output_dir / name, self.accelerator) as folder:
             self.accelerator.save_state(str(folder))
             if self.accelerator.is_main_process:
                 (folder / "progress.json").write_text(json.dumps(asdict(self.progress)))
+                self.tokenizer.save_pretrained(folder)
         limit = self.args.checkpoints_total_limit
         if limit is not None and self.accelerator.is_main_process:
             keep = max(limit, self.args.average_checkpoints)
             for old in find_checkpoints(self.output_dir)[:-keep]:
                 shutil.rmtree(old)
+        self.seconds_elsewhere += time.perf_counter() - began
 
     def _resume(self) -> None:
-        folder = self.args.resume_from_checkpoint
+        log = self.output_dir / "log.jsonl"
+        folder = checkpoint_to_resume(self.args)
         if folder is None:
+            if self.accelerator.is_main_process:
+                log.unlink(missing_ok=True)
             return
-        if folder == "latest":
-            found = find_checkpoints(self.output_dir)
-            if not found:
-                logger.info(f"No checkpoint in {self.output_dir}: starting anew.")
-                return
-            folder = found[-1]
-        path = Path(folder) / "progress.json"
-        if not path.is_file():
+        found = Progress(**json.loads((folder / "progress.json").read_text()))
+        found.rows_per_update = tuple(found.rows_per_update)
+        if found.rows_per_update != self.progress.rows_per_update:
             raise ValueError(
-                f"`resume_from_checkpoint` must be a checkpoint of this script (got {folder}, which has "
-                "no progress.json)."
+                "`per_device_train_batch_size`, `gradient_accumulation_steps` and the number of "
+                f"processes must be those of the run to resume, {found.rows_per_update} (got "
+                f"{self.progress.rows_per_update}): otherwise its place in the data is lost."
             )
         self.accelerator.load_state(str(folder))
-        self.progress = Progress(**json.loads(path.read_text()))
+        self.progress = found
+        if self.accelerator.is_main_process and log.is_file():  # what comes after will come again
+            lines = log.read_text().splitlines()
+            kept = [line for line in lines if json.loads(line)["step"] <= found.step]
+            log.write_text("".join(f"{line}\n" for line in kept))
         logger.info(f"Resuming from {folder}.")
+
+    def _check_averaging(self, updates_per_epoch: int) -> None:
+        """Raise a ValueError where there will not be as many checkpoints as are to be averaged."""
+        wanted, every = self.args.average_checkpoints, self.args.checkpointing_steps
+        if not wanted:
+            return
+        made = self.max_steps // (updates_per_epoch if every == "epoch" else int(every))
+        if made < wanted:
+            raise ValueError(
+                f"`average_checkpoints` must be at most {made}, the checkpoints that "
+                f"`checkpointing_steps` {every} makes in {self.max_steps} updates (got {wanted})."
+            )
+        if self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            raise ValueError(
+                "`average_checkpoints` needs checkpoints that each hold the whole model, which those of "
+                f"{self.accelerator.distributed_type.value} do not (got {wanted})."
+            )
 
     def _average_checkpoints(self) -> None:
         last = find_checkpoints(self.output_dir)[-self.args.average_checkpoints :]
@@ -382,7 +409,9 @@ class GatedTraining:
         states = [load_file(folder / "model.safetensors") for folder in last]
         for name, tensor in self.gated.state_dict().items():
             if name in states[0] and tensor.is_floating_point():
-                tensor.copy_(sum(state[name].double() for state in states) / len(states))
+                mean = sum(state[name].double() for state in states) / len(states)
+                with torch.no_grad():
+                    tensor.copy_(mean)
 
     def _write_model(self, folder: Path) -> None:
         state = self.accelerator.get_state_dict(self.model)
@@ -391,42 +420,14 @@ class GatedTraining:
             self.tokenizer.save_pretrained(folder)
         self.accelerator.wait_for_everyone()
 
-    def _save_model(self, metrics: dict[str, float]) -> None:
-        self._write_model(self.output_dir)
+    def _write_results(self, metrics: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
             results = {**metrics, **asdict(self.progress)}
             (self.output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n")
             if self.args.push_to_hub:
                 self.gated.push_to_hub(self.args.hub_model_id, token=self.args.hub_token)
                 self.tokenizer.push_to_hub(self.args.hub_model_id, token=self.args.hub_token)
-
-
-def find_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, the latest last."""
-    found = [path for path in folder.glob("*_*") if (path / "progress.json").is_file()]
-    found = [path for path in found if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(found, key=lambda path: json.loads((path / "progress.json").read_text())["step"])
-
-
-def mean_over_labels(
-    accelerator: Accelerator, model: nn.Module, loader: Iterable, shifts_labels: bool
-) -> tuple[float, int]:
-    """Mean cross-entropy over the labels of all processes' batches, and their number."""
-    rows = []
-    for batch in loader:
-        with torch.no_grad():
-            logits = model(**batch).logits.float()
-        labels = batch["labels"]
-        if shifts_labels:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        losses = nn.functional.cross_entropy(
-            logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
-        )
-        # shape: (B, 2), so that rows repeated for even batches are dropped
-        sums = torch.stack([losses.double().sum(1), (labels != IGNORE_INDEX).double().sum(1)], dim=1)
-        rows.append(accelerator.gather_for_metrics(sums).cpu())
-    total, count = torch.cat(rows).sum(dim=0).tolist()
-    return total / count, int(count)
+        self.accelerator.wait_for_everyone()
 
 
 def _mae_training(args: AccelerateArguments, model: nn.Module, accelerator: Accelerator) -> str | None:

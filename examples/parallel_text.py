@@ -8,12 +8,11 @@ import numpy as np
 from datasets import Dataset
 from gating_arguments import optional
 from sacrebleu.metrics import BLEU
-from text_training import read_lines, train_byte_level_bpe
+from text_training import IGNORE_INDEX, read_lines, train_byte_level_bpe
 from tokenizers.processors import TemplateProcessing
 from transformers import EvalPrediction, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
-IGNORE_INDEX = -100
 
 
 @dataclass
@@ -24,8 +23,6 @@ class ParallelTextArguments:
     train_target: str | None = optional("Its translation, line by line.")
     validation_source: str | None = optional("Text for --do_eval.")
     validation_target: str | None = optional("Its translation.")
-    test_source: str | None = optional("Text for --do_predict.")
-    test_target: str | None = optional("Its translation.")
     source_prefix: str = field(
         default="", metadata={"help": "Put before every source text; T5 checkpoints want one."}
     )
@@ -133,11 +130,15 @@ class BleuMetric:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, datasets: list[Dataset]):
         self.tokenizer = tokenizer
         self.bleu = BLEU()
-        self.references = {
-            self._key(np.array(labels)): target
-            for dataset in datasets
-            for labels, target in zip(dataset["labels"], dataset["target"], strict=True)
-        }
+        self.references: dict[bytes, str] = {}
+        for dataset in datasets:
+            for labels, target in zip(dataset["labels"], dataset["target"], strict=True):
+                known = self.references.setdefault(self._key(np.array(labels)), target)
+                if known != target:
+                    raise ValueError(
+                        "`max_target_length` must tell the targets apart: cut off, two are the same "
+                        f"({known!r} and {target!r}). Give a larger one."
+                    )
 
     def _key(self, labels: np.ndarray) -> bytes:
         kept = labels[(labels != IGNORE_INDEX) & (labels != self.tokenizer.pad_token_id)]

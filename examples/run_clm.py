@@ -75,6 +75,7 @@ logger = logging.getLogger(__name__)
 class DataTrainingArguments(TextFileArguments):
     """Which texts to train and evaluate on, and how they are cut up."""
 
+    test_file: str | None = optional("Text for --do_predict.")
     block_size: int | None = optional("Tokens per block. Default: what the model takes, at most 1024.")
     max_train_samples: int | None = optional("Train on the first so many blocks only.")
     max_eval_samples: int | None = optional("Evaluate on the first so many blocks only.")

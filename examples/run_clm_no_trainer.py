@@ -20,12 +20,13 @@ each budget), `log.jsonl`, the model and tokenizer in `output_dir`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from accelerate_arguments import AccelerateArguments, make_accelerator
-from accelerate_training import GatedTraining, mean_over_labels
-from gating_arguments import GatingArguments, optional
+from accelerate_checkpoints import checkpoint_to_resume
+from accelerate_evaluation import perplexity_of
+from accelerate_training import GatedTraining
+from gating_arguments import GatingArguments, check_budgets, optional
 from text_blocks import (
     TextBlocks,
     TextFileArguments,
@@ -35,7 +36,6 @@ from text_blocks import (
     train_tokenizer,
 )
 from text_training import ModelArguments, load_model, load_tokenizer, parse_arguments
-from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, default_data_collator
 
 
@@ -55,28 +55,23 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         lines = {"train": load_lines(model_args, data_args, "train")}
         if data_args.validation_file or data_args.dataset_name:
             lines["validation"] = load_lines(model_args, data_args, "validation")
-    tokenizer = load_tokenizer(model_args, None)
+    tokenizer = load_tokenizer(model_args, checkpoint_to_resume(run_args))
     if tokenizer is None:
         tokenizer = train_tokenizer(lines["train"], model_args.vocab_size)
     fields = token_fields(tokenizer)
     model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
+    check_budgets(gating_args, model)
     block_size = check_block_size(data_args.block_size, model)
     blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}
 
     evaluate = None
     if "validation" in blocks:
-        loader = accelerator.prepare_data_loader(
-            DataLoader(
-                blocks["validation"],
-                batch_size=run_args.per_device_eval_batch_size,
-                collate_fn=default_data_collator,
-            )
+        evaluate = perplexity_of(
+            accelerator,
+            blocks["validation"],
+            run_args.per_device_eval_batch_size,
+            shifts_labels=True,
         )
-
-        def evaluate(model) -> dict[str, float]:
-            loss, tokens = mean_over_labels(accelerator, model, loader, shifts_labels=True)
-            return {"eval_loss": loss, "perplexity": math.exp(loss), "eval_tokens": tokens}
-
     training = GatedTraining(
         accelerator,
         run_args,

@@ -22,17 +22,18 @@ model at each budget), `log.jsonl`, the model and tokenizer in `output_dir`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 from accelerate_arguments import AccelerateArguments, make_accelerator
-from accelerate_training import IGNORE_INDEX, GatedTraining, mean_over_labels
-from gating_arguments import GatingArguments
+from accelerate_checkpoints import checkpoint_to_resume
+from accelerate_evaluation import perplexity_of
+from accelerate_training import GatedTraining
+from gating_arguments import GatingArguments, check_budgets
 from text_blocks import TextFileArguments, load_lines, token_fields
-from text_training import ModelArguments, load_model, load_tokenizer, parse_arguments
+from text_training import IGNORE_INDEX, ModelArguments, load_model, load_tokenizer, parse_arguments
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase, default_data_collator
 
 from hf_moa.quickstart.tokenizer import pack, train_tokenizer
@@ -107,7 +108,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         lines = {"train": load_lines(model_args, data_args, "train")}
         if data_args.validation_file or data_args.dataset_name:
             lines["validation"] = load_lines(model_args, data_args, "validation")
-    tokenizer = load_tokenizer(model_args, None)
+    tokenizer = load_tokenizer(model_args, checkpoint_to_resume(run_args))
     if tokenizer is None:
         tokenizer = train_tokenizer(lines["train"], model_args.vocab_size, data_args.max_seq_length)
     fields = {
@@ -116,6 +117,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         if name in ("vocab_size", "pad_token_id")
     }
     model = load_model(AutoModelForMaskedLM, model_args, gating_args, tokenizer, fields)
+    check_budgets(gating_args, model)
     if data_args.max_seq_length > model.config.max_position_embeddings:
         raise ValueError(
             f"`max_seq_length` must be at most the {model.config.max_position_embeddings} positions of "
@@ -135,18 +137,12 @@ def main(args: list[str] | None = None) -> dict[str, float]:
 
     evaluate = None
     if "validation" in sets:
-        loader = accelerator.prepare_data_loader(
-            DataLoader(
-                sets["validation"],
-                batch_size=run_args.per_device_eval_batch_size,
-                collate_fn=default_data_collator,
-            )
+        evaluate = perplexity_of(
+            accelerator,
+            sets["validation"],
+            run_args.per_device_eval_batch_size,
+            shifts_labels=False,
         )
-
-        def evaluate(model) -> dict[str, float]:
-            loss, tokens = mean_over_labels(accelerator, model, loader, shifts_labels=False)
-            return {"eval_loss": loss, "perplexity": math.exp(loss), "eval_tokens": tokens}
-
     training = GatedTraining(
         accelerator,
         run_args,

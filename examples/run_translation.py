@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 class DataTrainingArguments(ParallelTextArguments):
     """Which pairs of texts to train and evaluate on, and how they are prepared."""
 
+    test_source: str | None = optional("Text for --do_predict.")
+    test_target: str | None = optional("Its translation.")
     max_train_samples: int | None = optional("Train on the first so many pairs only.")
     max_eval_samples: int | None = optional("Evaluate on the first so many pairs only.")
     max_predict_samples: int | None = optional("Translate the first so many test sentences only.")

@@ -29,8 +29,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from accelerate_arguments import AccelerateArguments, make_accelerator
-from accelerate_training import IGNORE_INDEX, GatedTraining, mean_over_labels
-from gating_arguments import GatingArguments, optional
+from accelerate_checkpoints import checkpoint_to_resume
+from accelerate_evaluation import mean_over_labels
+from accelerate_training import GatedTraining
+from gating_arguments import GatingArguments, check_budgets, optional
 from parallel_text import (
     BleuMetric,
     ParallelTextArguments,
@@ -40,7 +42,7 @@ from parallel_text import (
     tokenize,
     train_tokenizer,
 )
-from text_training import ModelArguments, load_model, load_tokenizer, parse_arguments
+from text_training import IGNORE_INDEX, ModelArguments, load_model, load_tokenizer, parse_arguments
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, EvalPrediction
 
@@ -64,12 +66,13 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     pairs = {"train": load_pairs(data_args, "train")}
     if data_args.validation_source is not None:
         pairs["validation"] = load_pairs(data_args, "validation")
-    tokenizer = load_tokenizer(model_args, None)
+    tokenizer = load_tokenizer(model_args, checkpoint_to_resume(run_args))
     if tokenizer is None:
         tokenizer = train_tokenizer(pairs["train"], model_args.vocab_size)
     check_special_tokens(tokenizer)
     fields = token_fields(tokenizer)
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
+    check_budgets(gating_args, model)
     most = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     with accelerator.main_process_first():
         sets = {

@@ -9,13 +9,12 @@ import datasets
 import numpy as np
 import torch
 from gating_arguments import optional
-from text_training import ModelArguments, read_lines, train_byte_level_bpe
+from text_training import IGNORE_INDEX, ModelArguments, read_lines, train_byte_level_bpe
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-IGNORE_INDEX = -100
 
 
 @dataclass
@@ -26,7 +25,6 @@ class TextFileArguments:
     dataset_config_name: str | None = optional("Its configuration.")
     train_file: str | None = optional("Training text, plain or .gz.")
     validation_file: str | None = optional("Text to evaluate on while and after training.")
-    test_file: str | None = optional("Text to evaluate the final model on.")
 
     def __post_init__(self):
         if self.dataset_name is not None and any(self.files().values()):
@@ -39,7 +37,7 @@ class TextFileArguments:
         return {
             "train": self.train_file,
             "validation": self.validation_file,
-            "test": self.test_file,
+            "test": getattr(self, "test_file", None),
         }
 
 

@@ -25,6 +25,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 logger = logging.getLogger(__name__)
 
+IGNORE_INDEX = -100
+
 
 @dataclass
 class ModelArguments:
@@ -128,7 +130,9 @@ def read_lines(path: str, flag: str) -> list[str]:
     return lines
 
 
-def load_tokenizer(model_args: ModelArguments, checkpoint: str | None) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(
+    model_args: ModelArguments, checkpoint: str | Path | None
+) -> PreTrainedTokenizerBase | None:
     """The tokenizer that the flags or a checkpoint to resume from name; None: one is to be trained."""
     name = model_args.tokenizer_name or model_args.model_name_or_path
     if name is not None:

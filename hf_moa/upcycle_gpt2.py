@@ -44,13 +44,18 @@ def _attention(state: dict[str, Tensor], prefix: str, num_heads: int, config: Mo
     """`c_attn`'s queries become experts; its keys and values, mean-pooled, are what is left of it."""
     for kind in ("weight", "bias"):
         # shape: (d, out) -> (out, d), as GPT-2's projections are stored transposed
-        merged = state.pop(f"{prefix}.c_attn.{kind}").T
+        merged = _rows_first(state.pop(f"{prefix}.c_attn.{kind}"))
         if f"{prefix}.q_attn.{kind}" in state:  # cross-attention
-            query, (key, value) = state[f"{prefix}.q_attn.{kind}"].T, merged.chunk(2)
+            query, (key, value) = _rows_first(state[f"{prefix}.q_attn.{kind}"]), merged.chunk(2)
         else:
             query, key, value = merged.chunk(3)
         state[f"{prefix}.q_attn.{kind}"] = query_experts(query, num_heads=num_heads, config=config)
         shared = [mean_over_heads(tensor, num_heads=num_heads) for tensor in (key, value)]
-        state[f"{prefix}.c_attn.{kind}"] = torch.cat(shared).T.contiguous()
+        state[f"{prefix}.c_attn.{kind}"] = _rows_first(torch.cat(shared)).contiguous()
     output = state[f"{prefix}.c_proj.weight"]
     state[f"{prefix}.c_proj.weight"] = output_experts(output, num_heads=num_heads, config=config)
+
+
+def _rows_first(tensor: Tensor) -> Tensor:
+    """A weight transposed, a bias as it is."""
+    return tensor.T if tensor.ndim == 2 else tensor

@@ -75,11 +75,14 @@ class GateBatchNorm(nn.BatchNorm1d):
     def _update_running_statistics(
         self, mean: Tensor, var: Tensor, count: Tensor, enough: Tensor
     ) -> None:
-        momentum = torch.where(enough, self.momentum, 0.0)
+        # a batch that diverged leaves the statistics as they were
+        counts = enough & mean.isfinite().all() & var.isfinite().all()
+        momentum = torch.where(counts, self.momentum, 0.0)
+        mean, var = (torch.where(counts, new, 0.0) for new in (mean, var))
         unbiased = var * count / (count - 1).clamp(min=1)
         self.running_mean.lerp_(mean.to(self.running_mean), momentum.to(self.running_mean))
         self.running_var.lerp_(unbiased.to(self.running_var), momentum.to(self.running_var))
-        self.num_batches_tracked.add_(enough.to(self.num_batches_tracked.dtype))
+        self.num_batches_tracked.add_(counts.to(self.num_batches_tracked.dtype))
 
 
 def _is_recomputing() -> bool:

@@ -25,6 +25,12 @@ class GateTrainingArguments:
     gate_every_n_epochs: int = field(
         default=5, metadata={"help": "BCD: gates learn in the epochs 0, n, 2n, ..."}
     )
+    gate_epoch_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "BCD: updates that count as an epoch, for data that has no end. Default: epochs."
+        },
+    )
     gate_learning_rate: float = field(
         default=1.0, metadata={"help": "BCD: constant learning rate of the gates' SGD."}
     )
@@ -54,6 +60,10 @@ class GateTrainingArguments:
         super().__post_init__()
         self.check_gate_training()
 
+    def gate_epoch(self, epoch: int, step: int) -> int:
+        """The epoch of BCD that an update belongs to, of the data's epoch and the updates before it."""
+        return epoch if self.gate_epoch_steps is None else step // self.gate_epoch_steps
+
     def check_gate_training(self) -> None:
         """Raise a ValueError for a value that breaks its rule (as one set later may)."""
         if self.mae_training not in (None, *MAE_TRAININGS):
@@ -61,6 +71,8 @@ class GateTrainingArguments:
             raise ValueError(f"mae_training must be {choices} or None (got {self.mae_training!r}).")
         check_gate_every_n_epochs(self.gate_every_n_epochs)
         check_gate_learning_rate(self.gate_learning_rate)
+        if self.gate_epoch_steps is not None and self.gate_epoch_steps < 1:
+            raise ValueError(f"gate_epoch_steps must be at least 1 (got {self.gate_epoch_steps}).")
         check_noise_steps(self.cct_noise_steps)
 
 
@@ -80,6 +92,8 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
             Default: `"bcd"` where gates are learned, `"expert"` where they are uniform; `"joint"` for a
             model with a PEFT adapter.
         gate_every_n_epochs (`int`, defaults to 5): n of BCD.
+        gate_epoch_steps (`int`, *optional*): updates that count as an epoch of BCD, in the place of the
+            data's own epochs: for streams without an end, where every update would be of epoch 0.
         gate_learning_rate (`float`, defaults to 1.0): of BCD's SGD; constant, without momentum, weight
             decay or clipping.
         sync_gate_norm (`bool`, defaults to `True`): with several processes, the gates' batch

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 # Uploads and searches for checkpoints pass it over.
 STAGING_FOLDER = "_unfinished"
+_REPLACED = "replaced-"
 
 
 @contextmanager
@@ -59,15 +60,21 @@ def stage(folder: str | os.PathLike) -> Path:
 
 
 def publish(staged: Path, folder: str | os.PathLike) -> None:
-    """Rename `staged` to `folder`. One that has the name already makes way: only between these two
-    renames is neither there."""
+    """Rename `staged` to `folder`. One that has the name already makes way; killed between the two
+    renames, `discard_unfinished` brings it back."""
     folder = Path(folder)
     if folder.exists():
-        replaced = staged.parent / f"replaced-{folder.name}"
+        replaced = staged.parent / f"{_REPLACED}{folder.name}"
         os.replace(folder, replaced)
     os.replace(staged, folder)
 
 
 def discard_unfinished(run_folder: str | os.PathLike) -> None:
-    """Delete what a killed run left half written in `run_folder`."""
-    shutil.rmtree(Path(run_folder) / STAGING_FOLDER, ignore_errors=True)
+    """Delete what a killed run left half written in `run_folder`; what it was about to replace, and is
+    missing, comes back."""
+    staging = Path(run_folder) / STAGING_FOLDER
+    for replaced in staging.glob(f"{_REPLACED}*"):
+        folder = Path(run_folder) / replaced.name.removeprefix(_REPLACED)
+        if not folder.exists():
+            os.replace(replaced, folder)
+    shutil.rmtree(staging, ignore_errors=True)

@@ -110,6 +110,7 @@ class BlockCoordinateDescent:
 
         Raises:
             NonFiniteGradientError: the gradients are not finite (and no scaler takes care of that).
+            RuntimeError: a gate got no gradient.
         """
         self.model.set_mae_phase("gate")
         try:
@@ -118,13 +119,18 @@ class BlockCoordinateDescent:
         finally:
             self.model.set_mae_phase("expert")
         parameters = self.optimizer.param_groups[0]["params"]
+        missing = sum(p.grad is None for p in parameters)
+        if missing:
+            raise RuntimeError(
+                f"{missing} of the gates' {len(parameters)} parameters got no gradient in a G step: "
+                "`backward` must run the model on every batch, and reduce what is sharded."
+            )
         _average_over_processes(parameters)
         if scaler is not None:
             scaler.step(self.optimizer)
             scaler.update()
         else:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             if not bool(norm.isfinite()):
                 raise NonFiniteGradientError(f"The norm of the gates' gradients is {float(norm)}.")
@@ -151,7 +157,7 @@ def check_gate_every_n_epochs(value: Any) -> None:
 @torch.no_grad()
 def _average_over_processes(parameters: list[nn.Parameter]) -> None:
     """Average the gradients over the processes, of parameters that each process has whole."""
-    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+    gradients = [p.grad for p in parameters if not isinstance(p.grad, DTensor)]
     if not gradients or not has_several_processes():
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])

@@ -22,12 +22,13 @@ def smoothed_loss(
     """`(1 - epsilon) * cross-entropy + epsilon * mean over classes of -log p`, and the auxiliary terms.
 
     Args:
-        outputs: of the model, with `loss`, its mean cross-entropy over the labels (and auxiliary terms,
-            where `task_loss` is without them), and `logits` `[..., classes]`.
+        outputs: of the model, with `logits` `[..., classes]`; and where its `loss` includes auxiliary
+            terms, with `task_loss`, which is without.
         labels: `[...]` int64; -100 is ignored.
         epsilon: the share of the uniform distribution.
         shifts_labels: the logits of a position are for the next one's label.
-        num_items_in_batch: what the model divided the sum over labels by; None: by their number.
+        num_items_in_batch: labels of the whole accumulated batch, which the sum is divided by; None: the
+            labels of this one. (`nn.DataParallel` is given it once for each device.)
 
     Raises:
         ValueError: labels that are no classes.
@@ -38,11 +39,11 @@ def smoothed_loss(
         )
     logits = at_least_float32(outputs["logits"])
     targets = next_token_labels(labels) if shifts_labels else labels
-    valid = (targets != IGNORE_INDEX).to(logits.device)
-    count = valid.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-    # -log p averaged over the classes
-    spread = logits.logsumexp(dim=-1) - logits.mean(dim=-1)
-    uniform = (spread * valid).sum() / count.to(logits.device)
-    loss = outputs["loss"]
-    task_loss = outputs.get("task_loss", loss)
-    return loss + epsilon * (uniform - task_loss)
+    targets = targets.to(logits.device)
+    valid = targets != IGNORE_INDEX
+    count = valid.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).sum()
+    chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    smoothed = logits.logsumexp(dim=-1) - (1 - epsilon) * chosen - epsilon * logits.mean(dim=-1)
+    loss = (smoothed * valid).sum() / count.to(logits.device)
+    task_loss = outputs.get("task_loss")
+    return loss if task_loss is None else loss + (outputs["loss"] - task_loss).mean()

@@ -7,14 +7,19 @@ trainer.train(resume_from_checkpoint=True)  # bit-exact, after however it ended
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import has_length, rotate_checkpoints
+from transformers.utils import logging
+
+from hf_moa.modeling.task_losses import next_token_labels, token_share
 
 from .arguments import (
     GateTrainingArguments,
@@ -23,10 +28,17 @@ from .arguments import (
     noise_steps,
 )
 from .checkpoints import STAGING_FOLDER, discard_unfinished, publish, stage
-from .gate_descent import BlockCoordinateDescent, NonFiniteGradientError, keep_gates_out
+from .gate_descent import (
+    BlockCoordinateDescent,
+    NonFiniteGradientError,
+    gate_parameters,
+    keep_gates_out,
+)
 from .label_smoothing import smoothed_loss
 from .schedules import cct_noise_scale
 from .step_statistics import StepStatistics, distinct_budgets
+
+logger = logging.get_logger(__name__)
 
 
 class TrainingDivergedError(ArithmeticError):
@@ -53,8 +65,13 @@ class _GatedTraining:
         self._next_batches: tuple[list, Any] | None = None
         self._loss_is_finite: Tensor | bool = True
         self._staged: Path | None = None
-        self._push_later: str | None = None
+        self._pushes_later = False
         super().__init__(model, args, *rest, **kwargs)
+        # Both are for `compute_loss` here: `Trainer` would leave the auxiliary losses out.
+        self._smoothing = args.label_smoothing_factor if self.label_smoother is not None else 0.0
+        self.label_smoother = None
+        if self.compute_loss_func is not None:
+            self.compute_loss_func = self._with_auxiliary_loss(self.compute_loss_func)
         if self.model_init is None:
             self._check_training(trains=self.train_dataset is not None)
 
@@ -63,7 +80,7 @@ class _GatedTraining:
     @property
     def mae_training(self) -> str | None:
         """How this run trains: "bcd", "expert" or "joint"; None for a model without MAE attention."""
-        config = self._gated_model().config
+        config = getattr(self._gated_model(), "config", None)
         if getattr(config, "attention_type", None) != "mae":
             return None
         if self.args.mae_training is not None:
@@ -81,7 +98,7 @@ class _GatedTraining:
         """Raise a ValueError where the arguments and the model do not go together."""
         args, model = self.args, self._gated_model()
         args.check_gate_training()
-        config = model.config
+        config = getattr(model, "config", None)
         attention_type = getattr(config, "attention_type", None)
         if args.mae_training is not None and attention_type != "mae":
             raise ValueError(
@@ -95,6 +112,12 @@ class _GatedTraining:
                 "mae_training='expert'."
             )
         if self.mae_training == "bcd":
+            if not gate_parameters(model):
+                raise ValueError(
+                    "mae_training='bcd' needs gates that can learn, but all are frozen "
+                    "(requires_grad=False). Give mae_training='joint', or keep them trainable: an "
+                    'FTGConfig adapter, or modules_to_save=["gate"].'
+                )
             if args.max_steps <= 0 and args.num_train_epochs <= 0:
                 raise ValueError(
                     "mae_training='bcd' has its first G step in epoch 0: num_train_epochs must be above "
@@ -131,7 +154,7 @@ class _GatedTraining:
             ValueError: the arguments do not go with the model.
             TrainingDivergedError: the loss or its gradients were not finite.
         """
-        self._has_begun, self._descent = False, None
+        self._has_begun, self._descent, self._statistics = False, None, StepStatistics()
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -139,10 +162,10 @@ class _GatedTraining:
                 self._descent.finish()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As in `Trainer`; block coordinate descent keeps the gates out of it."""
+        """As in `Trainer`; without the gates, where their training is another."""
         self._check_training(trains=True)  # here, a `model_init` has run
         optimizer = super().create_optimizer(model)
-        if self.mae_training == "bcd":
+        if self.mae_training in ("bcd", "expert"):
             keep_gates_out(optimizer, self.model if model is None else model)
         return optimizer
 
@@ -177,7 +200,8 @@ class _GatedTraining:
             steps = noise_steps(self.args.cct_noise_steps, self.state.max_steps)
             scale = cct_noise_scale(self.state.global_step, steps, gated.config.cct_noise_max)
             gated.set_cct_noise_scale(scale)
-        if self._descent is not None and self._descent.has_gate_steps(self._epoch):
+        epoch = self.args.gate_epoch(self._epoch, self.state.global_step)
+        if self._descent is not None and self._descent.has_gate_steps(epoch):
             self._gate_step(model, batches, num_items)
 
     def _begin_run(self, gated: nn.Module) -> None:
@@ -194,6 +218,12 @@ class _GatedTraining:
                     self.args.gate_every_n_epochs if self.mae_training == "bcd" else None
                 ),
             )
+        has_epochs = has_length(self.train_dataset) or self.args.gate_epoch_steps is not None
+        if self.mae_training == "bcd" and not has_epochs:
+            logger.warning(
+                "The training data has no length. Should it have no end either, every update is of "
+                "epoch 0 and takes a G step: give gate_epoch_steps, the updates of an epoch."
+            )
 
     def _gate_step(self, model: nn.Module, batches: list, num_items: Any) -> None:
         # inside DDP's wrapper, which would wait for gradients of all parameters
@@ -201,12 +231,16 @@ class _GatedTraining:
         model = inner if self._is_ddp(model) else model
         step = super().training_step
         scaler = getattr(self.accelerator, "scaler", None)
+        if isinstance(model, FSDPModule):  # the first micro-batch of several does not reduce
+            model.set_requires_gradient_sync(True)
         try:
             self._descent.gate_step(
                 lambda batch: step(model, dict(batch), num_items), batches, scaler=scaler
             )
         except NonFiniteGradientError as error:
             self._stop_diverged("a G step", error)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(len(batches) == 1)
 
     @staticmethod
     def _is_ddp(model: nn.Module) -> bool:
@@ -222,34 +256,52 @@ class _GatedTraining:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """As in `Trainer`; but smoothed labels are shifted where the model shifts them, and the
-        auxiliary losses stay in."""
+        """As in `Trainer`; but labels are smoothed in training alone, shifted where the model shifts
+        them, and the auxiliary losses stay in.
+
+        Raises:
+            ValueError: labels to smooth that are none, or no classes.
+        """
         in_gate_step = self._descent is not None and self._descent.model.mae_phase == "gate"
         records = model.training and not in_gate_step
         if records and self.mae_training is not None:
             inputs = {**inputs, "output_expert_weights": True}
-        smoother, self.label_smoother = self.label_smoother, None
+        epsilon = self._smoothing if model.training and self.compute_loss_func is None else 0.0
 
         def forward(**inputs: Any) -> Any:
             outputs = model(**inputs)
-            if not isinstance(outputs, dict) or outputs.get("loss") is None:
-                return outputs
-            if smoother is not None and "labels" in inputs:
+            if epsilon:
+                if not isinstance(outputs, dict) or inputs.get("labels") is None:
+                    raise ValueError(
+                        "label_smoothing_factor needs `labels`, and outputs by name (got "
+                        f"{', '.join(inputs)}, and a {type(outputs).__name__}); set it to 0."
+                    )
                 outputs["loss"] = smoothed_loss(
                     outputs,
                     inputs["labels"],
-                    epsilon=smoother.epsilon,
+                    epsilon=epsilon,
                     shifts_labels=self._loss_shifts_labels,
                     num_items_in_batch=inputs.get("num_items_in_batch"),
                 )
-            if records:
+            if records and isinstance(outputs, dict):
                 self._record(outputs, num_items_in_batch)
             return outputs
 
-        try:
-            return super().compute_loss(forward, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self.label_smoother = smoother
+        return super().compute_loss(forward, inputs, return_outputs, num_items_in_batch)
+
+    def _with_auxiliary_loss(self, loss_function: Callable) -> Callable:
+        """A `compute_loss_func` of the user, and the auxiliary losses beside it."""
+
+        def compute(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = loss_function(outputs, labels, num_items_in_batch=num_items_in_batch)
+            aux_loss = outputs.get("aux_loss") if isinstance(outputs, dict) else None
+            if aux_loss is None or not aux_loss.requires_grad:
+                return loss
+            if labels is not None and self._loss_shifts_labels:
+                labels = next_token_labels(labels)
+            return loss + aux_loss.mean() * token_share(labels, num_items_in_batch)
+
+        return compute
 
     # --- logs -------------------------------------------------------------------------------------
 
@@ -260,8 +312,10 @@ class _GatedTraining:
             if self.args.average_tokens_across_devices:
                 part /= self.accelerator.num_processes
         gated = self._gated_model()
-        self._statistics.add_outputs(outputs, part_of_mean=part, budgets=distinct_budgets(gated.config))
-        self._statistics.latest["loss"] = outputs["loss"].detach().mean()
+        budgets = distinct_budgets(getattr(gated, "config", None))
+        self._statistics.add_outputs(outputs, part_of_mean=part, budgets=budgets)
+        if outputs.get("loss") is not None:
+            self._statistics.latest["loss"] = outputs["loss"].detach().mean()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in `Trainer`; training logs also carry what `StepStatistics` gathered."""
@@ -291,7 +345,7 @@ class _GatedTraining:
     def _stop_diverged(self, what: str, found: object) -> None:
         """Save the model beside the checkpoints, so that no resumption picks it, and raise."""
         folder = Path(self._get_output_dir(trial=None), f"diverged-{self.state.global_step}")
-        self.save_model(str(folder))
+        self.save_model(str(folder), _internal_call=True)  # and no push to the Hub
         if self.args.should_save:
             self.state.save_to_json(str(folder / "trainer_state.json"))
         parts = self._statistics.latest
@@ -331,8 +385,8 @@ class _GatedTraining:
             publish(staged, folder)
             discard_unfinished(folder.parent)
         self.accelerator.wait_for_everyone()
-        if self._push_later is not None:
-            self._push_later = None
+        if self._pushes_later:
+            self._pushes_later = False
             super()._push_from_checkpoint(str(folder))
         if self.args.should_save:
             rotate_checkpoints(
@@ -344,7 +398,7 @@ class _GatedTraining:
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # uploads go on in the background, under the name that the folder will have
-        self._push_later = checkpoint_folder
+        self._pushes_later = True
 
 
 class MoaTrainer(_GatedTraining, Trainer):

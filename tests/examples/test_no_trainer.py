@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate_training
 import pytest
@@ -16,6 +17,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate_checkpoints import find_checkpoints
 from launching import launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -194,9 +196,11 @@ def test_two_processes_train_as_one(task, arguments, tmp_path):
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
     for key, value in json.loads((tmp_path / "out" / "all_results.json").read_text()).items():
+        if key == "rows_per_update":
+            continue
         other = json.loads((tmp_path / "two" / "all_results.json").read_text())[key]
         assert other == pytest.approx(value, rel=1e-3, abs=0.5 if key == "bleu" else 0), key
-    folders = accelerate_training.find_checkpoints(tmp_path / "two")
+    folders = find_checkpoints(tmp_path / "two")
     assert [folder.name for folder in folders] == ["step_4"]
 
 
@@ -219,7 +223,7 @@ run_clm_no_trainer.main({command_line(values)!r})
 """
     died = subprocess.run([sys.executable, "-c", script], capture_output=True, env=os.environ)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
-    whole = [path.name for path in accelerate_training.find_checkpoints(tmp_path / "out")]
+    whole = [path.name for path in find_checkpoints(tmp_path / "out")]
     assert whole == ["step_1", "step_2"]
     run("clm", values)
     other = arguments("clm", attention_type="mae", output_dir=tmp_path / "undisturbed")
@@ -229,11 +233,93 @@ run_clm_no_trainer.main({command_line(values)!r})
         assert torch.equal(tensor, expected[name]), name
 
 
+def test_last_metrics_are_those_of_the_saved_model(arguments, tmp_path):
+    """Whatever was evaluated on the way; and of a finished run that is started again."""
+    values = arguments("clm", attention_type="mae", eval_steps=3, checkpointing_steps=2)
+    first = run("clm", values)
+    again = run("clm", values | {"resume_from_checkpoint": "latest"})
+    assert again == first
+    saved = json.loads((tmp_path / "out" / "all_results.json").read_text())
+    assert saved["eval_loss"] == first["eval_loss"]
+    assert [entry["step"] for entry in log(values)] == [1, 2, 3, 4]
+
+
+def test_run_that_ended_in_an_epoch_can_go_on(arguments, tmp_path):
+    """40 lines in batches of 8 rows make epochs of several updates; 2 end in the first."""
+    shared = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "learning_rate": 1e-3,
+              "lr_scheduler_type": "constant", "checkpointing_steps": 1}  # fmt: skip
+    whole = arguments("clm", **shared, max_train_steps=5)
+    run("clm", whole)
+    parts = arguments("clm", **shared, max_train_steps=2, output_dir=tmp_path / "parts")
+    run("clm", parts)
+    saved = json.loads((tmp_path / "parts" / "all_results.json").read_text())
+    assert (saved["epoch"], saved["batches_in_epoch"]) == (0, 2)
+    run("clm", parts | {"max_train_steps": 5, "resume_from_checkpoint": "latest"})
+    expected = weights(whole)
+    for name, tensor in weights(parts).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_resumed_run_keeps_its_tokenizer(arguments, tmp_path):
+    values = arguments("clm", checkpointing_steps=2)
+    run("clm", values)
+    before = (tmp_path / "out" / "tokenizer.json").read_text()
+    (tmp_path / "train.en").write_text("other words entirely ?! " * 200)
+    os.rename(tmp_path / "out" / "step_4", tmp_path / "gone")
+    changes = {"train_file": tmp_path / "train.en", "resume_from_checkpoint": "latest"}
+    run("clm", values | changes)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "`output_dir` .*holds checkpoints of another run"),
+        (
+            {"resume_from_checkpoint": "latest", "per_device_train_batch_size": 2},
+            r"must be those of the run to resume, \(4, 2, 1\) .got \(2, 2, 1\)",
+        ),
+    ],
+)
+def test_another_runs_folder_is_refused(changes, message, arguments):
+    values = arguments("clm", checkpointing_steps=2)
+    run("clm", values)
+    with pytest.raises(ValueError, match=message):
+        run("clm", values | changes)
+
+
+def test_trackers_learn_no_secret(arguments, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        accelerate_training.Accelerator, "init_trackers", lambda self, name, config: seen.update(config)
+    )
+    run("clm", arguments("clm", with_tracking=True, report_to="tensorboard", hub_token="secret"))
+    assert "secret" not in map(str, seen.values())
+    assert seen["learning_rate"] == 1e-2
+
+
+def test_infinite_loss_stops_a_run_with_a_scaler(arguments, monkeypatch):
+    """Which skips the updates of infinite gradients, and would go on for ever."""
+    backward = accelerate_training.GatedTraining._backward
+
+    def poisoned(self, *args):
+        self.accelerator.scaler = SimpleNamespace(scale=lambda loss: loss)
+        outputs, loss = backward(self, *args)
+        for p in self.gated.parameters():
+            p.grad = p.grad * float("nan")
+        return outputs, loss * float("nan")
+
+    monkeypatch.setattr(accelerate_training.GatedTraining, "_backward", poisoned)
+    monkeypatch.setattr(accelerate_training.Accelerator, "unscale_gradients", lambda self: None)
+    with pytest.raises(TrainingDivergedError, match="The loss is infinite"):
+        run("clm", arguments("clm"))
+
+
 def test_checkpoints_are_averaged(arguments):
     values = arguments("translation", attention_type="mae", checkpointing_steps=1)
     values |= {"average_checkpoints": 3, "checkpoints_total_limit": 1}
     run("translation", values)
-    folders = accelerate_training.find_checkpoints(Path(values["output_dir"]))
+    folders = find_checkpoints(Path(values["output_dir"]))
     assert [folder.name for folder in folders] == ["step_2", "step_3", "step_4"]
     states = [load_file(folder / "model.safetensors") for folder in folders]
     for name, tensor in weights(values).items():
@@ -281,6 +367,14 @@ def test_masks_follow_from_seed_epoch_and_place(arguments):
     [
         ({"checkpointing_steps": "often"}, "`checkpointing_steps` must be .*'often'"),
         ({"average_checkpoints": 2}, "`average_checkpoints` needs `checkpointing_steps`"),
+        (
+            {"average_checkpoints": 3, "checkpointing_steps": 2},
+            "`average_checkpoints` must be at most 2",
+        ),
+        ({"eval_steps": 0}, "`eval_steps` must be at least 1"),
+        ({"max_train_steps": 0}, "`max_train_steps` must be at least 1"),
+        ({"push_to_hub": True}, "`push_to_hub` needs `hub_model_id`"),
+        ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT"),
         ({"mae_training": "bcd"}, "`mae_training` needs --attention_type mae"),
         ({"attention_type": "mha", "cct_budgets": [1, 0.5]}, "`cct_noise_steps` must be given"),
         ({"cct_noise_steps": 5}, "`cct_noise_steps` .*for no other"),

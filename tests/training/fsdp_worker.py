@@ -17,10 +17,11 @@ LAYERS = {"gpt2": "MoaGPT2Block", "bert": "MoaBertLayer"}
 MODELS = {
     "gpt2": {"attention_type": "mae"},
     "gpt2-gates": {"attention_type": "mae"},  # experts stand still
+    "gpt2-accumulated": {"attention_type": "mae"},
     "bert": {"attention_type": "mae", "cct_budgets": [1, 0.5]},
     "bert-moa": {"attention_type": "moa", "ffn_type": "moe"},
 }
-LEARNING_RATES = {"gpt2-gates": 0.0}
+STANDING = ("gpt2-gates", "gpt2-accumulated")
 
 
 def shard_on_the_cpu() -> None:
@@ -54,7 +55,9 @@ def train(name: str, folder: Path) -> None:
         model,
         folder / name,
         max_steps=2,
-        learning_rate=LEARNING_RATES.get(name, 1e-3),
+        learning_rate=0.0 if name in STANDING else 1e-3,
+        per_device_train_batch_size=2 if name == "gpt2-accumulated" else 4,
+        gradient_accumulation_steps=2 if name == "gpt2-accumulated" else 1,
         save_strategy="steps",
         save_steps=2,
     )

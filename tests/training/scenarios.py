@@ -50,7 +50,7 @@ SCENARIOS = {
         },
         "experts": {
             "fields": MAE,
-            "arguments": {"mae_training": "expert"},
+            "arguments": {"mae_training": "expert", "optim": "adamw_torch", "weight_decay": 0.5},
             "compared": "none",
         },
         "moa": {"fields": MOA, "arguments": {"router_global_balance": True}},

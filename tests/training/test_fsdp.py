@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
-from fsdp_worker import MODELS
+from fsdp_worker import MODELS, STANDING
 from launching import launch
 from safetensors.torch import load_file
 from training_runs import CLASSES, build, gates, run
@@ -35,11 +35,13 @@ def test_sharded_checkpoint_loads_whole_in_one_process(name, trained):
     assert torch.isfinite(model(**case.inputs())[0]).all()
 
 
-def test_gate_steps_are_those_of_one_process(trained, tmp_path):
-    actual = load_file(trained / "gpt2-gates.safetensors")
-    model = build("gpt2", **MODELS["gpt2-gates"])
+@pytest.mark.parametrize("name", STANDING)
+def test_gate_steps_are_those_of_one_process(name, trained, tmp_path):
+    actual = load_file(trained / f"{name}.safetensors")
+    model = build("gpt2", **MODELS[name])
     before = gates(model)
     run("gpt2", model, tmp_path, max_steps=2, learning_rate=0.0, per_device_train_batch_size=8)
     for key, tensor in gates(model).items():
         assert not torch.equal(actual[key], before[key]), key
-        torch.testing.assert_close(actual[key], tensor, atol=1e-5, rtol=1e-5, msg=key)
+        if name == "gpt2-gates":  # micro-batches have statistics of their own
+            torch.testing.assert_close(actual[key], tensor, atol=1e-5, rtol=1e-5, msg=key)

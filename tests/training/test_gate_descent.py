@@ -71,6 +71,13 @@ def test_parameters_are_gates_or_others():
     assert len(gate_parameters(model)) == len(ours) - 1
 
 
+def test_gates_without_gradients_are_an_error():
+    """As where sharded gradients were not reduced: SGD would do nothing, and nobody would know."""
+    descent = BlockCoordinateDescent(build("bert", attention_type="mae").train())
+    with pytest.raises(RuntimeError, match="got no gradient"):
+        descent.gate_step(lambda batch: None, micro_batches("bert"))
+
+
 def test_gates_stay_where_their_gradients_are_not_finite():
     model = build("bert", attention_type="mae").train()
     descent, before = BlockCoordinateDescent(model), gates(model)
@@ -178,6 +185,22 @@ def test_gate_update_comes_first_and_is_plain_sgd(name, accumulation, tmp_path):
     assert_same(seen[accumulation][1], gates(model))
     for key, value in gates(model).items():
         torch.testing.assert_close(value, expected[key], atol=5e-6, rtol=0)
+
+
+def test_epochs_of_a_stream_are_counted_in_steps(tmp_path):
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            while True:
+                yield from rows("bert")
+
+    model = build("bert", attention_type="mae")
+    made = trainer("bert", model, tmp_path, data=Endless(), max_steps=6, gate_epoch_steps=2,
+                   gate_every_n_epochs=2)  # fmt: skip
+    snapshots = Snapshots(model)
+    made.add_callback(snapshots)
+    made.train()
+    moved = [differ(snapshots.gates[i], snapshots.gates[i + 1]) for i in range(6)]
+    assert moved == [True, True, False, False, True, True]
 
 
 def test_joint_training_is_the_plain_trainers(tmp_path):

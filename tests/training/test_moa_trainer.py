@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import CASE
 from training_runs import CLASSES, PLAIN_SGD, assert_same, build, rows, run, trainer
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_moa.training import (
@@ -20,7 +27,9 @@ from hf_moa.training import (
     MoaTrainingArguments,
     TrainingDivergedError,
     evaluate_budgets,
+    written_whole,
 )
+from hf_moa.training.checkpoints import discard_unfinished, stage
 
 Z_LOSS_ALONE = {  # the balance loss, a product of two means, is no sum over micro-batches
     "attention_type": "moa",
@@ -142,7 +151,8 @@ def test_mixed_precision_and_clipping_train(mode, tmp_path):
 @pytest.mark.parametrize("fields", [{}, {"attention_type": "moa"}], ids=["mha", "moa"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_smoothed_loss_is_the_definition(name, fields, training, tmp_path):
-    """`(1 - e) * nll + e * mean(-log p)` over the labels, shifted where the model shifts them."""
+    """`(1 - e) * nll + e * mean(-log p)` over the labels, shifted where the model shifts them; in eval
+    `nll`, so that losses compare."""
     model = build(name, **fields).double().train(training)
     made = trainer(name, model, tmp_path, label_smoothing_factor=0.2)
     inputs = made.data_collator(list(rows(name)))
@@ -156,10 +166,69 @@ def test_smoothed_loss_is_the_definition(name, fields, training, tmp_path):
     valid = labels != -100
     log_p = logits.log_softmax(-1)[valid]
     nll = -log_p.gather(-1, labels[valid].unsqueeze(-1)).mean()
-    expected = 0.8 * nll + 0.2 * (-log_p).mean()
+    expected = 0.8 * nll + 0.2 * (-log_p).mean() if training else nll
     if fields and training:
         expected = expected + outputs.aux_loss
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_smoothing_of_a_plain_model_is_the_plain_trainers(accumulation, tmp_path):
+    updates = []
+    for trainer_class, arguments_class in (
+        (MoaTrainer, MoaTrainingArguments),
+        (Trainer, TrainingArguments),
+    ):
+        torch.manual_seed(0)
+        model = plain_classifier(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        arguments = arguments_class(
+            str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no",
+            per_device_train_batch_size=8 // accumulation, label_smoothing_factor=0.3,
+            gradient_accumulation_steps=accumulation, **PLAIN_SGD,
+        )  # fmt: skip
+        trainer_class(model, arguments, train_dataset=list(rows("bert"))).train()
+        updates.append(model.state_dict())
+    for key, tensor in updates[0].items():
+        torch.testing.assert_close(tensor, updates[1][key], atol=1e-6, rtol=1e-5, msg=key)
+
+
+def plain_classifier(**fields):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return BertForSequenceClassification(BertConfig(vocab_size=67, num_labels=3, **sizes, **fields))
+
+
+def test_smoothing_needs_labels(tmp_path):
+    model = CASE["BertForQuestionAnswering"].build()
+    data = [
+        {"input_ids": row["input_ids"], "start_positions": 1, "end_positions": 2} for row in rows("bert")
+    ]
+    made = trainer("bert", model, tmp_path, data=data, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="label_smoothing_factor needs `labels`"):
+        made.train()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_loss_function_of_the_user_has_auxiliary_losses_beside_it(accumulation, tmp_path):
+    """A function that is the model's own loss gives the model's own updates."""
+
+    def token_mean(outputs, labels, num_items_in_batch=None):
+        total = torch.nn.functional.cross_entropy(
+            outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        return total / num_items_in_batch
+
+    models = []
+    for function in (None, token_mean):
+        model = build("bert-lm", **Z_LOSS_ALONE)
+        made = trainer("bert-lm", model, tmp_path, gradient_accumulation_steps=accumulation, **PLAIN_SGD)
+        if function is not None:
+            made = MoaTrainer(
+                model, made.args, train_dataset=made.train_dataset, compute_loss_func=function
+            )
+        made.train()
+        models.append(model.state_dict())
+    for key, tensor in models[0].items():
+        torch.testing.assert_close(models[1][key], tensor, atol=2e-5, rtol=1e-5, msg=key)
 
 
 def test_smoothing_needs_classes(tmp_path):
@@ -252,6 +321,20 @@ def test_best_model_is_loaded_and_the_limit_kept(tmp_path):
     assert made.evaluate()["eval_loss"] == pytest.approx(max(losses.values()), rel=1e-5)
 
 
+def test_interrupted_replacement_of_a_checkpoint_is_undone(tmp_path):
+    with written_whole(tmp_path / "checkpoint-1") as folder:
+        (folder / "file").write_text("old")
+    staged = stage(tmp_path / "checkpoint-1")
+    (staged / "file").write_text("new")
+    os.replace(tmp_path / "checkpoint-1", staged.parent / "replaced-checkpoint-1")  # killed here
+    discard_unfinished(tmp_path)
+    assert (tmp_path / "checkpoint-1" / "file").read_text() == "old"
+    with written_whole(tmp_path / "checkpoint-1") as folder:
+        (folder / "file").write_text("new")
+    assert (tmp_path / "checkpoint-1" / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {path!r}
@@ -301,29 +384,22 @@ def test_divergence_stops_after_saving(variant, tmp_path):
     class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                made.saved = {k: v.clone() for k, v in model.state_dict().items()}
-                model.classifier.register_forward_hook(lambda *a: a[-1] * float("nan"))
+                made.before = {k: v.clone() for k, v in _tensors(model).items()}
+                made.args.push_to_hub = True
+                layer = model.bert.embeddings.LayerNorm
+                layer.register_forward_hook(lambda *a: a[-1] * float("nan"))
 
     made.add_callback(Poison())
+    made.push_to_hub = lambda *a, **k: pytest.fail("pushed")
     with pytest.raises(TrainingDivergedError, match=r"step 2 .*learning_rate") as error:
         made.train()
     if variant != "mha":
         assert ("gate" if variant.startswith("mae") else "router_z_loss") in str(error.value)
-    assert_same(
-        model.state_dict() if "mae" not in variant else _frozen(model), _frozen(made.saved, model)
-    )
+    assert_same(_tensors(model), made.before)  # the gates' running statistics too
     folder = tmp_path / "diverged-2"
     assert (folder / "model.safetensors").exists()
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 2
     assert get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
-
-
-def _frozen(source, model=None):
-    """Parameters alone: the gates' running statistics follow their inputs in any forward."""
-    if model is None:
-        return {name: p.detach() for name, p in source.named_parameters()}
-    names = dict(model.named_parameters()) if any("mixture" in name for name in source) else source
-    return {name: source[name] for name in names}
 
 
 @pytest.mark.parametrize(
@@ -360,6 +436,7 @@ def test_arguments_must_go_with_the_model(fields, arguments, message, tmp_path):
         ({"gate_every_n_epochs": 0}, "gate_every_n_epochs must be .* (got 0)"),
         ({"gate_every_n_epochs": 1.5}, "gate_every_n_epochs"),
         ({"gate_learning_rate": -1.0}, "gate_learning_rate"),
+        ({"gate_epoch_steps": 0}, "gate_epoch_steps must be at least 1"),
         ({"cct_noise_steps": 0}, "cct_noise_steps"),
         ({"cct_noise_steps": 2.5}, "cct_noise_steps"),
         ({"cct_noise_steps": -2}, "cct_noise_steps"),
@@ -369,6 +446,13 @@ def test_bad_arguments_are_errors(arguments, message, tmp_path):
     message = message.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(ValueError, match=message):
         MoaTrainingArguments(str(tmp_path), use_cpu=True, **arguments)
+
+
+def test_frozen_gates_cannot_descend(tmp_path):
+    model = build("bert", attention_type="mae").requires_grad_(False)
+    model.classifier.requires_grad_(True)
+    with pytest.raises(ValueError, match="all are frozen"):
+        trainer("bert", model, tmp_path, mae_training="bcd")
 
 
 def test_plain_arguments_are_an_error(tmp_path):
@@ -386,10 +470,7 @@ def test_budget_for_a_model_without_cct_is_an_error(tmp_path):
 
 
 def test_models_of_transformers_train_too(tmp_path):
-    config = BertConfig(
-        vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_labels=3
-    )
-    made = run("bert", BertForSequenceClassification(config), tmp_path, cct_noise_steps=None)
+    made = run("bert", plain_classifier(), tmp_path, cct_noise_steps=None)
     assert made.state.global_step == 1
 
 

@@ -1,0 +1,52 @@
+"""Losses of language models over the processes of an Accelerate run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from accelerate import Accelerator
+from text_training import IGNORE_INDEX
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import default_data_collator
+
+
+def mean_over_labels(
+    accelerator: Accelerator, model: nn.Module, loader: Iterable, shifts_labels: bool
+) -> tuple[float, int]:
+    """Mean cross-entropy over the labels of all processes' batches, and their number."""
+    rows = []
+    for batch in loader:
+        with torch.no_grad():
+            logits = model(**batch).logits.float()
+        labels = batch["labels"]
+        if shifts_labels:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        losses = nn.functional.cross_entropy(
+            logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        # shape: (B, 2), so that rows repeated for even batches are dropped
+        sums = torch.stack([losses.double().sum(1), (labels != IGNORE_INDEX).double().sum(1)], dim=1)
+        rows.append(accelerator.gather_for_metrics(sums).cpu())
+    total, count = torch.cat(rows).sum(dim=0).tolist()
+    if not count:
+        raise ValueError("The validation data must have labels (got none to predict).")
+    return total / count, int(count)
+
+
+def perplexity_of(
+    accelerator: Accelerator, dataset: Dataset, batch_size: int, *, shifts_labels: bool
+) -> Callable[[nn.Module], dict[str, float]]:
+    """An `evaluate` for `GatedTraining`: loss and perplexity on a data set of a language model."""
+    loader = accelerator.prepare_data_loader(
+        DataLoader(dataset, batch_size=batch_size, collate_fn=default_data_collator)
+    )
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        loss, tokens = mean_over_labels(accelerator, model, loader, shifts_labels)
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"eval_loss": loss, "perplexity": perplexity, "eval_tokens": tokens}
+
+    return evaluate
