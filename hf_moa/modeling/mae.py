@@ -187,7 +187,8 @@ class MixtureOfHeads(MultiHead):
         record = {"expert_weights": weights}
         chosen = weights
         if self.training and self.phase == "expert":
-            index = torch.multinomial(weights.flatten(0, -2), 1).view(weights.shape[:-1])
+            # as `torch.multinomial` draws, without its refusal of NaN: a loss of NaN says more
+            index = (weights / torch.empty_like(weights).exponential_()).argmax(dim=-1)
             chosen = self._one_hot(index, weights) + self._idle_gate()
         elif not self.training and self.selection == "argmax":
             chosen = self._one_hot(weights.argmax(dim=-1), weights)
