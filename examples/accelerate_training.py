@@ -179,6 +179,9 @@ class GatedTraining:
             self._write_model(self.output_dir)
         metrics = self._evaluate()
         self._write_results(metrics)
+        self.model = None  # DDP ends before the process group does
+        self.accelerator.free_memory()
+        self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return metrics
 

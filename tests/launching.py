@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 
-def launch(script, *arguments, timeout=600):
+def launch(script, *arguments, timeout=300):
     """Two processes on the CPU: `accelerate launch --cpu` would start one."""
     environment = os.environ | {
         "ACCELERATE_USE_CPU": "true",
