@@ -46,11 +46,15 @@ class GateBatchNorm(nn.BatchNorm1d):
         self, x: Tensor, valid: Tensor | None, running_mean: Tensor, running_var: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows = x.flatten(0, -2)
-        weight = rows.new_ones(rows.shape[0], 1)
-        if valid is not None:
+        if valid is None:
+            weight = rows.new_ones(rows.shape[0], 1)
+        else:
             weight = valid.flatten().unsqueeze(-1).to(x.dtype)
         if self.is_global and has_several_processes():
             count, mean, var = self._global_moments(rows, weight)
+        elif valid is None:
+            count = weight.sum()
+            var, mean = torch.var_mean(rows, dim=0, correction=0)
         else:
             count = weight.sum()
             mean = (rows * weight).sum(dim=0) / count.clamp(min=1)

@@ -68,14 +68,20 @@ def windowed_mean(x: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
         `[B, T, d]`; zero where the window holds no real token.
     """
     length = x.shape[1]
+    is_narrow = window is not None and window < length
     if mask is None:
-        mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-    total = x.masked_fill(~mask.unsqueeze(-1), 0.0).cumsum(dim=1)
-    count = mask.unsqueeze(-1).cumsum(dim=1)
-    if window is not None and window < length:
-        total = total - nn.functional.pad(total[:, :-window], (0, 0, window, 0))
-        count = count - nn.functional.pad(count[:, :-window], (0, 0, window, 0))
-    return total / count.clamp(min=1)
+        total = x.cumsum(dim=1)
+        count = torch.arange(1, length + 1, device=x.device, dtype=x.dtype)
+        count = (count.clamp(max=window) if is_narrow else count).unsqueeze(-1)
+    else:
+        total = x.masked_fill(~mask.unsqueeze(-1), 0.0).cumsum(dim=1)
+        count = mask.unsqueeze(-1).cumsum(dim=1)
+        if is_narrow:
+            count = count - nn.functional.pad(count[:, :-window], (0, 0, window, 0))
+        count = count.clamp(min=1)
+    if is_narrow:
+        total = torch.cat([total[:, :window], total[:, window:] - total[:, :-window]], dim=1)
+    return total / count
 
 
 class MaeGate(nn.Module):
