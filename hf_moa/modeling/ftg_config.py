@@ -108,6 +108,7 @@ class FTGConfig(PeftConfig):
         trained = [kinds[kind] for kind in self.gates]
         if self.plus:
             trained.append("attention output projections")
+        first = "import hf_moa  # makes PEFT and transformers know the adapter and the base"
         return f"""# {"FTG+" if self.plus else "FTG"} adapter of {base}
 
 A PEFT adapter for a gated Transformer: it trains copies of the base model's {", ".join(trained)} (as far
@@ -115,7 +116,7 @@ as the base has them) and leaves all else as it is (Peng et al. 2020, "A Mixture
 than h Heads", section 5.2).
 
 ```python
-import hf_moa  # makes PEFT and transformers know the adapter and the base
+{first}
 from peft import AutoPeftModel
 
 model = AutoPeftModel.from_pretrained("path/or/name/of/this/adapter", import_allowlist=["hf_moa"])

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 
 # In a `try`, so that a checkpoint's code loads where PEFT is not installed.
 try:
-    from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+    from peft.tuners.tuners_utils import (
+        BaseTunerLayer,
+        _get_in_out_features,
+        check_adapters_to_merge,
+    )
 except ImportError:
     raise
 
@@ -39,6 +43,7 @@ class FTGLayer(nn.Module, BaseTunerLayer):
         self.merged_adapters = []
         self._unmerged_base: list[nn.Module] = []  # in a list, so that it is no submodule
         self._active_adapter = adapter_name
+        self.in_features, self.out_features = _get_in_out_features(base_layer)
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: FTGConfig) -> None:
@@ -50,6 +55,9 @@ class FTGLayer(nn.Module, BaseTunerLayer):
             with torch.no_grad():
                 for parameter in copy.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1)
+        for module in copy.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module.register_parameter(name, parameter)  # which `low_cpu_mem_usage` listens to
         self.ftg_modules[adapter_name] = copy
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
