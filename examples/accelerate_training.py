@@ -30,15 +30,15 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from hf_moa.training import (
-    BlockCoordinateDescent,
     NonFiniteGradientError,
     TrainingDivergedError,
-    cct_noise_scale,
     gate_parameters,
     smoothed_loss,
     written_whole,
 )
 from hf_moa.training.arguments import noise_steps
+from hf_moa.training.gate_descent import prepare_gates
+from hf_moa.training.schedules import set_cct_noise
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class GatedTraining:
             num_training_steps=self.max_steps,
         )
         accelerator.register_for_checkpointing(self.scheduler)
-        self.descent = self._prepare_gates()
+        self.descent = prepare_gates(self.gated, args, self.mae_training)
         self.progress = Progress(
             rows_per_update=(
                 args.per_device_train_batch_size,
@@ -113,19 +113,6 @@ class GatedTraining:
         if args.with_tracking:
             config = {k: v for k, v in asdict(args).items() if not k.endswith("token")}
             accelerator.init_trackers("hf_moa", _plain(config))
-
-    def _prepare_gates(self) -> BlockCoordinateDescent | None:
-        if hasattr(self.gated, "set_global_statistics"):
-            self.gated.set_global_statistics(
-                gate_norm=self.args.sync_gate_norm, router_balance=self.args.router_global_balance
-            )
-        if self.mae_training not in ("bcd", "expert"):
-            return None
-        return BlockCoordinateDescent(
-            self.gated,
-            learning_rate=self.args.gate_learning_rate,
-            gate_every_n_epochs=(self.args.gate_every_n_epochs if self.mae_training == "bcd" else None),
-        )
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -210,8 +197,7 @@ class GatedTraining:
         accelerator, args = self.accelerator, self.args
         if args.cct_noise_steps is not None:
             steps = noise_steps(args.cct_noise_steps, self.max_steps)
-            noise_max = self.gated.config.cct_noise_max
-            self.gated.set_cct_noise_scale(cct_noise_scale(self.progress.step, steps, noise_max))
+            set_cct_noise(self.gated, self.progress.step, steps)
         labels = [batch["labels"][:, 1:] if self.shifts_labels else batch["labels"] for batch in batches]
         count = sum((each != IGNORE_INDEX).sum() for each in labels)
         count = accelerator.gather(count.to(accelerator.device).view(1)).sum()

@@ -16,7 +16,9 @@ _REPLACED = "replaced-"
 
 
 @contextmanager
-def written_whole(folder: str | os.PathLike, accelerator: Accelerator | None = None) -> Iterator[Path]:
+def written_whole(
+    folder: str | os.PathLike, accelerator: Accelerator | None = None, *, writes: bool | None = None
+) -> Iterator[Path]:
     """Write a folder under another name, and give it its own when it is complete.
 
     with written_whole("run/checkpoint-100") as folder:
@@ -27,24 +29,26 @@ def written_whole(folder: str | os.PathLike, accelerator: Accelerator | None = N
     Args:
         folder: its path when it is complete.
         accelerator: of a run of several processes, which enter and leave together.
+        writes: whether this process makes and renames the folder; default: the main one does.
 
     Yields:
         The path to write to, an empty folder beside it.
     """
     folder = Path(folder)
-    is_main = accelerator is None or accelerator.is_main_process
+    if writes is None:
+        writes = accelerator is None or accelerator.is_main_process
 
     def wait() -> None:
         if accelerator is not None:
             accelerator.wait_for_everyone()
 
-    if is_main:
+    if writes:
         stage(folder)
     wait()
     staged = folder.parent / STAGING_FOLDER / folder.name
     yield staged
     wait()
-    if is_main:
+    if writes:
         publish(staged, folder)
         discard_unfinished(folder.parent)
     wait()

@@ -48,6 +48,32 @@ def other_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and id(p) not in gates]
 
 
+def prepare_gates(
+    model: nn.Module, args: Any, mae_training: str | None
+) -> BlockCoordinateDescent | None:
+    """Ready a model's gates for a run: statistics over processes, and block coordinate descent.
+
+    Args:
+        model: as for `BlockCoordinateDescent`, or one without gates.
+        args: `GateTrainingArguments`.
+        mae_training: how the gates are trained; None without MAE attention.
+
+    Returns:
+        The descent of "bcd" and "expert".
+    """
+    if hasattr(model, "set_global_statistics"):
+        model.set_global_statistics(
+            gate_norm=args.sync_gate_norm, router_balance=args.router_global_balance
+        )
+    if mae_training not in ("bcd", "expert"):
+        return None
+    return BlockCoordinateDescent(
+        model,
+        learning_rate=args.gate_learning_rate,
+        gate_every_n_epochs=args.gate_every_n_epochs if mae_training == "bcd" else None,
+    )
+
+
 def keep_gates_out(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Take the gates' parameters out of an optimiser that was made for the whole model."""
     gates = {id(parameter) for parameter in gate_parameters(model)}

@@ -1,6 +1,7 @@
 """Schedules that follow the trainer's step count."""
 
 from accelerate.utils import extract_model_from_parallel
+from torch import nn
 from transformers import TrainerCallback
 
 
@@ -28,6 +29,11 @@ def cct_noise_scale(step: int, num_steps: int, noise_max: float) -> float:
     """
     _check_num_steps(num_steps)
     return noise_max * min(1.0, step / num_steps)
+
+
+def set_cct_noise(model: nn.Module, step: int, num_steps: int) -> None:
+    """Give a CCT model the noise of a step; see `cct_noise_scale`."""
+    model.set_cct_noise_scale(cct_noise_scale(step, num_steps, model.config.cct_noise_max))
 
 
 class CCTNoiseCallback(TrainerCallback):
@@ -62,5 +68,4 @@ class CCTNoiseCallback(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         model = extract_model_from_parallel(model)
         num_steps = state.max_steps if self.num_steps is None else self.num_steps
-        scale = cct_noise_scale(state.global_step, num_steps, model.config.cct_noise_max)
-        model.set_cct_noise_scale(scale)
+        set_cct_noise(model, state.global_step, num_steps)

@@ -27,15 +27,16 @@ from .arguments import (
     MoaTrainingArguments,
     noise_steps,
 )
-from .checkpoints import STAGING_FOLDER, discard_unfinished, publish, stage
+from .checkpoints import written_whole
 from .gate_descent import (
     BlockCoordinateDescent,
     NonFiniteGradientError,
     gate_parameters,
     keep_gates_out,
+    prepare_gates,
 )
 from .label_smoothing import smoothed_loss
-from .schedules import cct_noise_scale
+from .schedules import set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
 
 logger = logging.get_logger(__name__)
@@ -198,26 +199,13 @@ class _GatedTraining:
             self._begin_run(gated)
         if self.args.cct_noise_steps is not None:
             steps = noise_steps(self.args.cct_noise_steps, self.state.max_steps)
-            scale = cct_noise_scale(self.state.global_step, steps, gated.config.cct_noise_max)
-            gated.set_cct_noise_scale(scale)
+            set_cct_noise(gated, self.state.global_step, steps)
         epoch = self.args.gate_epoch(self._epoch, self.state.global_step)
         if self._descent is not None and self._descent.has_gate_steps(epoch):
             self._gate_step(model, batches, num_items)
 
     def _begin_run(self, gated: nn.Module) -> None:
-        if not hasattr(gated, "set_global_statistics"):
-            return  # a plain model of transformers
-        gated.set_global_statistics(
-            gate_norm=self.args.sync_gate_norm, router_balance=self.args.router_global_balance
-        )
-        if self.mae_training in ("bcd", "expert"):
-            self._descent = BlockCoordinateDescent(
-                gated,
-                learning_rate=self.args.gate_learning_rate,
-                gate_every_n_epochs=(
-                    self.args.gate_every_n_epochs if self.mae_training == "bcd" else None
-                ),
-            )
+        self._descent = prepare_gates(gated, self.args, self.mae_training)
         has_epochs = has_length(self.train_dataset) or self.args.gate_epoch_steps is not None
         if self.mae_training == "bcd" and not has_epochs:
             logger.warning(
@@ -368,23 +356,17 @@ class _GatedTraining:
         """As in `Trainer`; but a checkpoint has its name only when it is whole."""
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         best_checkpoint = self.state.best_model_checkpoint
-        if self.args.should_save:
-            stage(folder)
-        self.accelerator.wait_for_everyone()
-        self._staged = folder.parent / STAGING_FOLDER
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            staged, self._staged = self._staged / folder.name, None
         if self.state.best_global_step == self.state.global_step:
             best_checkpoint = str(folder)
-        self.state.best_model_checkpoint = best_checkpoint
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self.state.save_to_json(str(staged / "trainer_state.json"))
-            publish(staged, folder)
-            discard_unfinished(folder.parent)
-        self.accelerator.wait_for_everyone()
+        with written_whole(folder, self.accelerator, writes=self.args.should_save) as staged:
+            self._staged = staged.parent
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._staged = None
+            self.state.best_model_checkpoint = best_checkpoint  # not the one of another name
+            if self.args.should_save:
+                self.state.save_to_json(str(staged / "trainer_state.json"))
         if self._pushes_later:
             self._pushes_later = False
             super()._push_from_checkpoint(str(folder))
