@@ -31,7 +31,7 @@ from text_blocks import (
     TextBlocks,
     TextFileArguments,
     check_block_size,
-    load_lines,
+    load_splits,
     token_fields,
     train_tokenizer,
 )
@@ -52,9 +52,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     )
     accelerator = make_accelerator(run_args)
     with accelerator.main_process_first():
-        lines = {"train": load_lines(model_args, data_args, "train")}
-        if data_args.validation_file or data_args.dataset_name:
-            lines["validation"] = load_lines(model_args, data_args, "validation")
+        lines = load_splits(model_args, data_args)
     tokenizer = load_tokenizer(model_args, checkpoint_to_resume(run_args))
     if tokenizer is None:
         tokenizer = train_tokenizer(lines["train"], model_args.vocab_size)
@@ -64,14 +62,12 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     block_size = check_block_size(data_args.block_size, model)
     blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}
 
-    evaluate = None
-    if "validation" in blocks:
-        evaluate = perplexity_of(
-            accelerator,
-            blocks["validation"],
-            run_args.per_device_eval_batch_size,
-            shifts_labels=True,
-        )
+    evaluate = perplexity_of(
+        accelerator,
+        blocks.get("validation"),
+        run_args.per_device_eval_batch_size,
+        shifts_labels=True,
+    )
     training = GatedTraining(
         accelerator,
         run_args,

@@ -32,7 +32,7 @@ from gating_arguments import (
     evaluate_at_budgets,
     optional,
 )
-from text_training import find_checkpoint, parse_arguments, set_up_logging, train
+from text_training import HubArguments, find_checkpoint, parse_arguments, set_up_logging, train
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(HubArguments):
     """Which checkpoint, config and tokenizer to start from."""
 
     model_name_or_path: str = field(
@@ -66,26 +66,10 @@ class ModelArguments:
     )
     config_name: str | None = optional("Path or name of the config, if not that of the model.")
     tokenizer_name: str | None = optional("Path or name of the tokenizer, if not that of the model.")
-    cache_dir: str | None = optional("Folder for what is downloaded from the Hub.")
-    model_revision: str = field(
-        default="main", metadata={"help": "Branch, tag or commit of the model on the Hub."}
-    )
-    token: str | None = optional("Access token for the Hub.")
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run model code that comes with a checkpoint."}
-    )
     ignore_mismatched_sizes: bool = field(
         default=False,
         metadata={"help": "Draw a new classifier where the checkpoint's has another shape."},
     )
-
-    def hub_kwargs(self) -> dict:
-        return {
-            "cache_dir": self.cache_dir,
-            "revision": self.model_revision,
-            "token": self.token,
-            "trust_remote_code": self.trust_remote_code,
-        }
 
 
 @dataclass

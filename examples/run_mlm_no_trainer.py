@@ -30,7 +30,7 @@ from accelerate_checkpoints import checkpoint_to_resume
 from accelerate_evaluation import perplexity_of
 from accelerate_training import GatedTraining
 from gating_arguments import GatingArguments, check_budgets
-from text_blocks import TextFileArguments, load_lines, token_fields
+from text_blocks import TextFileArguments, load_splits, token_fields
 from text_training import IGNORE_INDEX, ModelArguments, load_model, load_tokenizer, parse_arguments
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -105,9 +105,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     )
     accelerator = make_accelerator(run_args)
     with accelerator.main_process_first():
-        lines = {"train": load_lines(model_args, data_args, "train")}
-        if data_args.validation_file or data_args.dataset_name:
-            lines["validation"] = load_lines(model_args, data_args, "validation")
+        lines = load_splits(model_args, data_args)
     tokenizer = load_tokenizer(model_args, checkpoint_to_resume(run_args))
     if tokenizer is None:
         tokenizer = train_tokenizer(lines["train"], model_args.vocab_size, data_args.max_seq_length)
@@ -135,14 +133,12 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         for split, text in lines.items()
     }
 
-    evaluate = None
-    if "validation" in sets:
-        evaluate = perplexity_of(
-            accelerator,
-            sets["validation"],
-            run_args.per_device_eval_batch_size,
-            shifts_labels=False,
-        )
+    evaluate = perplexity_of(
+        accelerator,
+        sets.get("validation"),
+        run_args.per_device_eval_batch_size,
+        shifts_labels=False,
+    )
     training = GatedTraining(
         accelerator,
         run_args,

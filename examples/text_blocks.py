@@ -104,6 +104,14 @@ def load_lines(model_args: ModelArguments, data_args: TextFileArguments, split: 
     return [row if row.endswith("\n") else row + "\n" for row in rows]
 
 
+def load_splits(model_args: ModelArguments, data_args: TextFileArguments) -> dict[str, list[str]]:
+    """The training text, and the validation text where there is one."""
+    splits = ["train"]
+    if data_args.validation_file or data_args.dataset_name:
+        splits.append("validation")
+    return {split: load_lines(model_args, data_args, split) for split in splits}
+
+
 def train_tokenizer(lines: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=train_byte_level_bpe(lines, vocab_size, [END_OF_TEXT], add_prefix_space=False),

@@ -28,8 +28,30 @@ logger = logging.getLogger(__name__)
 IGNORE_INDEX = -100
 
 
+@dataclass(kw_only=True)
+class HubArguments:
+    """How models and tokenizers are fetched."""
+
+    cache_dir: str | None = optional("Folder for what is downloaded from the Hub.")
+    model_revision: str = field(
+        default="main", metadata={"help": "Branch, tag or commit of the model on the Hub."}
+    )
+    token: str | None = optional("Access token for the Hub.")
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run model code that comes with a checkpoint."}
+    )
+
+    def hub_kwargs(self) -> dict:
+        return {
+            "cache_dir": self.cache_dir,
+            "revision": self.model_revision,
+            "token": self.token,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
 @dataclass
-class ModelArguments:
+class ModelArguments(HubArguments):
     """Which checkpoint to start from, or what to build from scratch; and the tokenizer."""
 
     model_name_or_path: str | None = optional(
@@ -46,14 +68,6 @@ class ModelArguments:
     vocab_size: int = field(
         default=8192, metadata={"help": "Most entries of a tokenizer that is trained."}
     )
-    cache_dir: str | None = optional("Folder for what is downloaded from the Hub.")
-    model_revision: str = field(
-        default="main", metadata={"help": "Branch, tag or commit of the model on the Hub."}
-    )
-    token: str | None = optional("Access token for the Hub.")
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run model code that comes with a checkpoint."}
-    )
 
     def __post_init__(self):
         if (self.model_name_or_path is None) == (self.model_type is None):
@@ -66,14 +80,6 @@ class ModelArguments:
                 "`config_overrides` describes a model from scratch and needs `model_type`, not "
                 f"`model_name_or_path` (got {self.config_overrides!r})."
             )
-
-    def hub_kwargs(self) -> dict:
-        return {
-            "cache_dir": self.cache_dir,
-            "revision": self.model_revision,
-            "token": self.token,
-            "trust_remote_code": self.trust_remote_code,
-        }
 
 
 def parse_arguments(args: list[str] | None, *classes: type):

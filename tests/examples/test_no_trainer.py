@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate_checkpoints import find_checkpoints
 from launching import launch
 from safetensors.torch import load_file
+from script_runs import command_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_moa.training import TrainingDivergedError
@@ -86,14 +87,6 @@ def arguments(tmp_path):
         return {**values, **changes}
 
     return make
-
-
-def command_line(values):
-    line = []
-    for name, value in values.items():
-        if value is not None:
-            line += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return line
 
 
 def run(task, values):

@@ -12,6 +12,7 @@ import pytest
 import run_clm
 import torch
 from datasets import Dataset
+from script_runs import command_line, read_json
 from text_training import read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -61,19 +62,6 @@ def arguments(files, tmp_path):
         "disable_tqdm": True,
         "seed": 3,
     }
-
-
-def command_line(arguments):
-    """`{"a": [1, 2], "b": None}` -> `["--a", "1", "2"]`."""
-    args = []
-    for name, value in arguments.items():
-        if value is not None:
-            args += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return args
-
-
-def read_json(arguments, name):
-    return json.loads(Path(arguments["output_dir"], name).read_text(encoding="utf-8"))
 
 
 def saved_model(arguments):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from script_runs import command_line, read_json
 from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, BertTokenizer
 
 import hf_moa
@@ -90,19 +91,6 @@ def arguments(checkpoint, glue_dir, tmp_path):
         "disable_tqdm": True,
         "seed": 3,
     }
-
-
-def command_line(arguments):
-    """`{"a": [1, 2]}` -> `["--a", "1", "2"]`."""
-    args = []
-    for name, value in arguments.items():
-        values = value if isinstance(value, list) else [value]
-        args += [f"--{name}", *map(str, values)]
-    return args
-
-
-def read_json(arguments, name):
-    return json.loads(Path(arguments["output_dir"], name).read_text())
 
 
 def saved_model(arguments):
