@@ -1,14 +1,22 @@
 """Finetunes a model on a GLUE task with `MoaTrainer`: an ungated baseline, or a checkpoint converted
 to mixture-of-heads attention (MAE, MoA) and conditional computation (CCT).
 
-The flags are those of transformers' own `run_glue.py`, plus `GatingArguments`. Baseline, MAE, and
-CCT at three budgets, from the same checkpoint and the same fresh classifier:
+The flags are those of transformers' own `run_glue.py`, plus `GatingArguments` and
+`AdapterArguments`. Baseline, MAE, and CCT at three budgets, from the same checkpoint and the same
+fresh classifier:
 
     python examples/run_glue.py --model_name_or_path bert-base-uncased --task_name mrpc \
         --do_train --do_eval --learning_rate 2e-5 --output_dir out/bert
     python examples/run_glue.py ... --attention_type mae --output_dir out/mae
     python examples/run_glue.py ... --attention_type mha --cct_budgets 1 0.5 0.33 \
         --cct_noise_steps -1 --eval_budgets --output_dir out/cct
+
+Of a gated model, only the gates (FTG), with the attention's output projections (FTG+), or LoRA of the
+same size as the gates; the output is an adapter for PEFT:
+
+    python examples/run_glue.py ... --attention_type mae --adapter ftg --output_dir out/ftg
+    python examples/run_glue.py ... --attention_type mae --adapter lora --lora_match ftg \
+        --output_dir out/lora
 
 On a laptop, without the Hub, from a folder of GLUE's published TSV files:
 
@@ -25,6 +33,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+from adapter_arguments import AdapterArguments, adapt
 from gating_arguments import (
     GatingArguments,
     check_budgets,
@@ -32,6 +41,7 @@ from gating_arguments import (
     evaluate_at_budgets,
     optional,
 )
+from peft import TaskType
 from text_training import HubArguments, find_checkpoint, parse_arguments, set_up_logging, train
 from transformers import (
     AutoConfig,
@@ -245,8 +255,13 @@ def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, training_args = parse_arguments(
-        args, ModelArguments, DataTrainingArguments, GatingArguments, MoaTrainingArguments
+    model_args, data_args, gating_args, adapter_args, training_args = parse_arguments(
+        args,
+        ModelArguments,
+        DataTrainingArguments,
+        GatingArguments,
+        AdapterArguments,
+        MoaTrainingArguments,
     )
     set_up_logging(training_args, logger)
     task = GLUE_TASKS[data_args.task_name]
@@ -256,6 +271,7 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
     model = load_model(model_args, gating_args, task)
     check_budgets(gating_args, model)
+    model = adapt(model, adapter_args, TaskType.SEQ_CLS, Path(training_args.output_dir, "base_model"))
     label_ids = None if task.is_regression else label_order(model, task)
 
     tokenizer = AutoTokenizer.from_pretrained(

@@ -252,7 +252,11 @@ def _parse_overrides(overrides: str | None) -> dict:
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:
     result = trainer.train(resume_from_checkpoint=checkpoint)
-    metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
+    metrics = {
+        **result.metrics,
+        "train_samples": len(trainer.train_dataset),
+        "trainable_parameters": trainer.get_num_trainable_parameters(),
+    }
     trainer.save_model()
     trainer.log_metrics("train", metrics)
     trainer.save_metrics("train", metrics)

@@ -18,7 +18,8 @@ class GateTrainingArguments:
         metadata={
             "help": "MAE: bcd (block coordinate descent: experts are trained one per sequence, gates by "
             "SGD in every n-th epoch), joint (gates and experts together, on the mixture) or expert "
-            "(experts alone). Default: bcd for learned gates, expert for uniform ones.",
+            "(experts alone). Default: bcd for gates that can learn, expert for uniform ones, joint for "
+            "frozen ones and under a PEFT adapter.",
             "choices": MAE_TRAININGS,
         },
     )
@@ -89,8 +90,8 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
             - `"joint"`: gates and experts together, on the mixture (the paper's NOBCD).
             - `"expert"`: F steps alone, which is how uniform gates (UNI-MAE) are trained.
 
-            Default: `"bcd"` where gates are learned, `"expert"` where they are uniform; `"joint"` for a
-            model with a PEFT adapter.
+            Default: `"bcd"` where gates can learn, `"expert"` where they are uniform; `"joint"` for a
+            model with a PEFT adapter, or with frozen gates.
         gate_every_n_epochs (`int`, defaults to 5): n of BCD.
         gate_epoch_steps (`int`, *optional*): updates that count as an epoch of BCD, in the place of the
             data's own epochs: for streams without an end, where every update would be of epoch 0.

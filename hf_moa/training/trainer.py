@@ -88,7 +88,9 @@ class _GatedTraining:
             return self.args.mae_training
         if hasattr(self.model, "peft_config"):
             return "joint"  # there may be nothing but gates to train
-        return "bcd" if config.mae_gate_type == "learned" else "expert"
+        if config.mae_gate_type == "uniform":
+            return "expert"
+        return "bcd" if gate_parameters(self._gated_model()) else "joint"
 
     def _gated_model(self) -> nn.Module:
         """The model itself, without wrappers or adapters."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file
 from script_runs import command_line, read_json
 from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, BertTokenizer
 
@@ -161,6 +163,79 @@ def test_cct_anneals_its_noise_and_is_evaluated_at_each_budget(run_glue, argumen
     table = capsys.readouterr().out
     assert "mrpc, 7 examples" in table
     assert "| budget | compute_fraction | seconds | eval_loss | eval_accuracy |" in table
+
+
+@pytest.mark.parametrize("adapter", ["ftg", "ftg+", "lora"])
+def test_adapter_is_saved_beside_its_base_and_loads(run_glue, arguments, adapter):
+    arguments.update(
+        attention_type="mae", adapter=adapter, modules_to_save=["pooler"], eval_strategy="epoch"
+    )
+    run_glue.main(command_line(arguments))
+    saved = Path(arguments["output_dir"], "adapter_model.safetensors")
+    assert saved.stat().st_size < 100_000
+    assert not list(saved.parent.glob("model*.safetensors"))
+
+    model = AutoPeftModelForSequenceClassification.from_pretrained(saved.parent, num_labels=2)
+    assert isinstance(model.get_base_model(), hf_moa.MoaBertForSequenceClassification)
+    base = model.peft_config["default"].base_model_name_or_path
+    assert Path(base) == saved.parent / "base_model"
+    trained = read_json(arguments, "train_results.json")["trainable_parameters"]
+    stored = load_file(saved)
+    buffers = [name for name in stored if "running_" in name or "num_batches" in name]
+    assert trained == sum(t.numel() for name, t in stored.items() if name not in buffers)
+
+    # The loaded adapter answers as the trained one did.
+    args = run_glue.MoaTrainingArguments(str(saved.parent / "again"), use_cpu=True)
+    data_args = run_glue.DataTrainingArguments("mrpc", data_dir=arguments["data_dir"], max_seq_length=24)
+    raw = run_glue.load_raw_datasets(None, data_args)["validation"]
+    data = run_glue.tokenize(raw, BertTokenizer.from_pretrained(saved.parent), data_args, [0, 1])
+    loss = run_glue.MoaTrainer(model=model, args=args, eval_dataset=data).evaluate()["eval_loss"]
+    assert loss == pytest.approx(read_json(arguments, "eval_results.json")["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("match", ["ftg", "ftg+"])
+def test_lora_has_as_many_parameters_as_the_gates(run_glue, arguments, match):
+    counts = []
+    for given in ({"adapter": match}, {"adapter": "lora", "lora_match": match}):
+        output_dir = f"{arguments['output_dir']}-{given['adapter']}"
+        given = {**arguments, **given, "attention_type": "mae", "output_dir": output_dir, "max_steps": 1}
+        run_glue.main(command_line(given))
+        counts.append(read_json(given, "train_results.json")["trainable_parameters"])
+    one_rank = 2 * (4 * (32 + 32) + 2 * (32 + 64))  # layers, attention and feed-forward matrices
+    assert abs(counts[0] - counts[1]) <= one_rank / 2
+
+
+def test_head_alone_is_trained(run_glue, arguments):
+    whole = {**arguments, "attention_type": "mae", "adapter": "head", "modules_to_save": ["pooler"]}
+    run_glue.main(command_line(whole))
+    trained = read_json(whole, "train_results.json")["trainable_parameters"]
+    assert trained == 32 * 2 + 2 + 32 * 32 + 32
+    run_glue.set_seed(3)
+    model_args = run_glue.ModelArguments(arguments["model_name_or_path"])
+    gating = run_glue.GatingArguments(attention_type="mae")
+    before = run_glue.load_model(model_args, gating, run_glue.GLUE_TASKS["mrpc"]).state_dict()
+    moved = {
+        name.split(".")[0 if name.startswith("classifier") else 1]
+        for name, tensor in saved_model(whole).state_dict().items()
+        if not torch.equal(tensor, before[name]) and "running_" not in name and "num_b" not in name
+    }
+    assert moved == {"pooler", "classifier"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"adapter": "ftg"}, "no gates"),
+        ({"adapter": "lora"}, "give `lora_rank`"),
+        ({"adapter": "lora", "lora_rank": 0}, "`lora_rank` must be 1 or more"),
+        ({"adapter": "head", "modules_to_save": ["puller"]}, "'puller'"),
+        ({"modules_to_save": ["pooler"]}, "`modules_to_save` needs an `adapter`"),
+        ({"adapter": "lora", "adapter_gates": ["mae"]}, "`adapter_gates`"),
+    ],
+)
+def test_impossible_adapters_are_errors(run_glue, arguments, given, message):
+    with pytest.raises(ValueError, match=message):
+        run_glue.main(command_line({**arguments, **given}))
 
 
 def test_variants_start_from_the_same_function(run_glue, arguments):

@@ -454,6 +454,9 @@ def test_frozen_gates_cannot_descend(tmp_path):
     model.classifier.requires_grad_(True)
     with pytest.raises(ValueError, match="all are frozen"):
         trainer("bert", model, tmp_path, mae_training="bcd")
+    made = trainer("bert", model, tmp_path)
+    assert made.mae_training == "joint"
+    made.train()
 
 
 def test_plain_arguments_are_an_error(tmp_path):

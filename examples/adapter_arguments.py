@@ -1,0 +1,180 @@
+"""What the example scripts share about PEFT adapters: FTG, FTG+, and LoRA as the yardstick."""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gating_arguments import optional
+from peft import LoraConfig, TaskType, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hf_moa import FTGConfig
+
+logger = logging.getLogger(__name__)
+
+ADAPTERS = ("none", "ftg", "ftg+", "lora", "head")
+
+
+@dataclass
+class AdapterArguments:
+    """What of the model to train."""
+
+    adapter: str = field(
+        default="none",
+        metadata={
+            "help": "none: the whole model. ftg: its gates; ftg+: the output projections of its "
+            "attention too. lora: low-rank updates of its linear layers. head: no more than the head of "
+            "the task, which all others train as well.",
+            "choices": ADAPTERS,
+        },
+    )
+    modules_to_save: list[str] | None = field(
+        default=None,
+        metadata={"help": "Further modules to train whole, such as pooler; with any adapter."},
+    )
+    adapter_gates: list[str] | None = field(
+        default=None,
+        metadata={"help": "ftg, ftg+: the gates to train, of mae, router and cct. Default: all."},
+    )
+    lora_rank: int | None = optional("lora: the rank. Default: the one that matches --lora_match.")
+    lora_match: str = field(
+        default="ftg",
+        metadata={
+            "help": "lora: train as nearly as many parameters as this adapter would.",
+            "choices": ["ftg", "ftg+"],
+        },
+    )
+
+    def __post_init__(self):
+        if self.adapter not in ADAPTERS:
+            raise ValueError(f"`adapter` must be one of {', '.join(ADAPTERS)} (got {self.adapter!r}).")
+        if self.modules_to_save is not None and self.adapter == "none":
+            raise ValueError(
+                f"`modules_to_save` needs an `adapter` (got {self.modules_to_save} with 'none', which "
+                "trains everything)."
+            )
+        if self.adapter_gates is not None and self.adapter not in ("ftg", "ftg+"):
+            raise ValueError(
+                f"`adapter_gates` is for `adapter` ftg and ftg+ (got {self.adapter_gates} with "
+                f"{self.adapter!r})."
+            )
+        if self.lora_rank is not None and (self.adapter != "lora" or self.lora_rank < 1):
+            raise ValueError(
+                f"`lora_rank` must be 1 or more, with `adapter` lora (got {self.lora_rank} with "
+                f"{self.adapter!r})."
+            )
+
+
+def adapt(
+    model: PreTrainedModel, adapter_args: AdapterArguments, task_type: TaskType, base_folder: str | Path
+) -> nn.Module:
+    """The model with the adapter in it, or as it is.
+
+    A base that is on no disk yet, since it has just been converted, is saved to `base_folder`: the
+    adapter's files name it.
+
+    Raises:
+        ValueError: the adapter finds nothing to train in the model.
+    """
+    if adapter_args.adapter == "none":
+        return model
+    if adapter_args.adapter == "head":
+        return train_head(model, adapter_args.modules_to_save or [])
+    if adapter_args.adapter == "lora":
+        config = lora_config(model, adapter_args, task_type)
+    else:
+        config = ftg_config(adapter_args, task_type)
+    if not _is_stored(model):
+        model.save_pretrained(base_folder)
+        model.config.name_or_path = model.name_or_path = str(base_folder)
+        logger.info(f"The adapter's base model is in {base_folder}.")
+    return get_peft_model(model, config)
+
+
+def _is_stored(model: PreTrainedModel) -> bool:
+    """Whether `name_or_path` names a checkpoint of this class, converted or not."""
+    config = type(model.config)
+    try:
+        stored = config.get_config_dict(model.name_or_path)[0]
+    except OSError:
+        return False
+    return stored.get("model_type") == model.config.model_type
+
+
+def train_head(model: PreTrainedModel, further: list[str]) -> PreTrainedModel:
+    """The model, with all but its head and the modules of these names frozen."""
+    model.base_model.requires_grad_(False)
+    for name in further:
+        found = [m for path, m in model.named_modules() if path == name or path.endswith(f".{name}")]
+        if not found:
+            raise ValueError(
+                f"`modules_to_save` must name modules of the model (got {name!r}, which this "
+                f"{type(model).__name__} has not)."
+            )
+        for module in found:
+            module.requires_grad_(True)
+    return model
+
+
+def ftg_config(adapter_args: AdapterArguments, task_type: TaskType) -> FTGConfig:
+    chosen = {} if adapter_args.adapter_gates is None else {"gates": adapter_args.adapter_gates}
+    return FTGConfig(
+        plus=adapter_args.adapter == "ftg+",
+        modules_to_save=adapter_args.modules_to_save,
+        task_type=task_type,
+        **chosen,
+    )
+
+
+def lora_config(
+    model: PreTrainedModel, adapter_args: AdapterArguments, task_type: TaskType
+) -> LoraConfig:
+    """LoRA on the linear layers of the backbone, without its gates."""
+    targets = linear_layers(model, adapter_args.modules_to_save or [])
+    if not targets:
+        raise ValueError(f"`adapter` lora finds no linear layers in this {type(model).__name__}.")
+    rank = adapter_args.lora_rank
+    if rank is None:
+        wanted = ftg_parameters(model, plus=adapter_args.lora_match == "ftg+")
+        per_rank = sum(sum(layer.weight.shape) for layer in targets.values())
+        rank = max(1, round(wanted / per_rank))
+        logger.info(f"LoRA of rank {rank}: {rank * per_rank:,} parameters, for {wanted:,} of FTG's.")
+    return LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.1,
+        target_modules=list(targets),
+        modules_to_save=adapter_args.modules_to_save,
+        task_type=task_type,
+    )
+
+
+def linear_layers(model: PreTrainedModel, trained: list[str]) -> dict[str, nn.Module]:
+    """The linear layers of the model, by name, without its head, gates and what is trained whole."""
+    prefix = f"{model.base_model_prefix}."
+    gates = tuple(f"{name}." for name, m in model.named_modules() if hasattr(m, "gate_kind"))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+        and name.startswith(prefix)
+        and not f"{name}.".startswith(gates)
+        and not set(trained) & set(name.split("."))
+    }
+
+
+def ftg_parameters(model: PreTrainedModel, *, plus: bool) -> int:
+    """How many parameters an FTG or FTG+ adapter of the model has, the head aside."""
+    modules = [m for m in model.modules() if hasattr(m, "gate_kind")]
+    if plus:
+        owners = [m for m in model.modules() if getattr(m, "output_projection", None)]
+        modules += [m.get_submodule(m.output_projection) for m in owners]
+    count = sum(p.numel() for module in modules for p in module.parameters())
+    if count == 0:
+        raise ValueError(
+            "`adapter` lora matches the parameter count of the model's gates, and this "
+            f"{type(model).__name__} has none: give `lora_rank`, or gate the model."
+        )
+    return count
