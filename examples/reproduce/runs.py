@@ -1,0 +1,101 @@
+"""Experiments of many runs, which can be stopped at any time and go on where they were.
+
+A finished run is a line of a JSON file: its settings, what was measured, and where. A run whose settings
+stand in the file already is skipped.
+"""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm.auto import tqdm
+
+Settings = dict[str, Any]
+
+
+class Results:
+    """The finished runs of an experiment, in a file of JSON lines.
+
+    Args:
+        path: the file; it need not exist yet.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        self.rows: list[dict] = [json.loads(line) for line in lines]
+
+    def find(self, **settings: Any) -> list[dict]:
+        """The runs that have these settings, whatever their others are."""
+        return [row for row in self.rows if settings.items() <= row["settings"].items()]
+
+    def has(self, settings: Settings) -> bool:
+        return any(row["settings"] == settings for row in self.rows)
+
+    def add(self, settings: Settings, measured: dict, seconds: float) -> None:
+        row = {
+            "settings": settings,
+            "measured": measured,
+            "seconds": round(seconds, 1),
+            "machine": describe_machine(),
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # One write: a run that is cut off leaves no half line.
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.rows.append(row)
+
+
+def carry_out(
+    runs: Iterable[Settings], results: Results, measure: Callable[[Settings], dict], title: str
+) -> None:
+    """Make the runs that are not finished yet, with a progress bar.
+
+    Args:
+        runs: settings that JSON can hold; two runs never have the same.
+        results: they are added there, each as soon as it is finished.
+        measure: makes one run and returns what was measured.
+        title: of the progress bar.
+    """
+    runs = list(runs)
+    todo = [settings for settings in runs if not results.has(settings)]
+    with tqdm(total=len(runs), initial=len(runs) - len(todo), desc=title, unit="run") as bar:
+        for settings in todo:
+            bar.set_postfix_str(" ".join(str(value) for value in settings.values()))
+            start = time.perf_counter()
+            results.add(settings, measure(settings), time.perf_counter() - start)
+            bar.update()
+
+
+def describe_machine() -> str:
+    return (
+        f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+
+
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; elsewhere the name may be an empty string
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or platform.machine())
+
+
+def mean_and_deviation(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation, 0 for a single value."""
+    values = list(values)
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def markdown_table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
