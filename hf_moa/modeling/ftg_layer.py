@@ -66,7 +66,9 @@ class FTGLayer(nn.Module, BaseTunerLayer):
         if module is self.base_layer:
             return module(*args, **kwargs)
         dtype = next((p.dtype for p in module.parameters()), None)
-        given = next((x.dtype for x in args if _is_floating(x)), None)
+        # an embedding is given integers: then the base says what comes out
+        base = next((p.dtype for p in self.base_layer.parameters()), None)
+        given = next((x.dtype for x in args if _is_floating(x)), base)
         if dtype is None or given is None or torch.is_autocast_enabled(_device_type(args)):
             return module(*args, **kwargs)
         args = tuple(x.to(dtype) if _is_floating(x) else x for x in args)
@@ -122,7 +124,10 @@ class FTGLayer(nn.Module, BaseTunerLayer):
             )
         copy = deepcopy(self.ftg_modules[names[0]])
         if safe_merge and not all(p.isfinite().all() for p in copy.parameters()):
-            raise ValueError(f"The adapter {names[0]} has weights that are not finite.")
+            raise ValueError(
+                f"NaNs detected in the merged weights. The adapter {names[0]} seems to be broken: not all "
+                "of its weights are finite."
+            )
         originals = dict(self.base_layer.named_parameters())
         for name, parameter in copy.named_parameters():
             parameter.data = parameter.data.to(originals[name].dtype)

@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     sys.path[:0] = [str(HERE), str(HERE.parent / "modeling")]
     import pytest
     import source
+    import transformers
     from testers import SUITES, VARIANTS
 
     parser = argparse.ArgumentParser(
@@ -55,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
 
     try:
-        source.install(options.source.resolve() if options.source else source.download(options.cache))
+        tree = options.source or source.download(transformers, options.cache)
+        source.install(transformers, tree.resolve())
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     chosen = [

@@ -1,8 +1,8 @@
-"""The tests that transformers ships with its source distribution, made importable as package `tests`.
+"""The tests that transformers and PEFT ship with their source distributions, as package `tests`.
 
-A source distribution holds `tests/test_*.py` and none of the folders beside them. What those files
-import from the folders is stood in for here where the folder is missing; a full source tree of
-transformers has it all, and is then used as it is.
+A source distribution holds `tests/*.py` and none of the folders beside them. What those files import
+from the folders is stood in for here where the folder is missing; a full source tree has it all, and is
+then used as it is.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ COMMON_FIELDS = {
 }
 
 
-def download(cache: Path) -> Path:
-    """The source distribution of the installed transformers, unpacked under `cache`.
+def download(library: types.ModuleType, cache: Path) -> Path:
+    """The source distribution of the installed `library`, unpacked under `cache`.
 
     Raises:
         RuntimeError: pip cannot fetch it.
     """
-    name = f"transformers-{transformers.__version__}"
+    name = f"{library.__name__}-{library.__version__}"
     unpacked = cache / name
     if not unpacked.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        requirement = f"transformers=={transformers.__version__}"
+        requirement = f"{library.__name__}=={library.__version__}"
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
         if subprocess.run([*command, "--dest", str(cache), requirement]).returncode != 0:
             raise RuntimeError(
@@ -51,25 +51,35 @@ def download(cache: Path) -> Path:
     return unpacked
 
 
-def install(source: Path) -> None:
+def install(library: types.ModuleType, source: Path) -> None:
     """Make `source/tests` importable as package `tests`.
 
     Raises:
-        ValueError: `source` holds no tests of transformers, or those of another version.
+        ValueError: `source` holds no tests of `library`, or those of another version.
     """
-    if not (source / "tests" / "test_modeling_common.py").exists():
-        raise ValueError(f"SOURCE must be a source tree of transformers (got {str(source)!r}).")
+    probe = {"transformers": "test_modeling_common.py", "peft": "testing_common.py"}[library.__name__]
+    if not (source / "tests" / probe).exists():
+        raise ValueError(f"SOURCE must be a source tree of {library.__name__} (got {str(source)!r}).")
     info = source / "PKG-INFO"
-    version = f"\nVersion: {transformers.__version__}\n"
+    version = f"\nVersion: {library.__version__}\n"
     if info.exists() and version not in info.read_text(encoding="utf-8"):
         raise ValueError(
-            f"SOURCE must be of the installed version {transformers.__version__} (got {str(source)!r})."
+            f"SOURCE must be of the installed version {library.__version__} (got {str(source)!r})."
         )
-    # The configuration tests import transformers from beside their `__init__.py`, which is not shipped.
-    transformers.utils.direct_transformers_import = lambda *args, **kwargs: transformers
     package = types.ModuleType("tests")
     package.__path__ = [str(source / "tests")]
     sys.modules["tests"] = package
+    if library is transformers:
+        _stand_in_for_transformers()
+    elif importlib.util.find_spec("diffusers") is None:
+        # imported by what all tests share, and used for image models alone
+        sys.modules["diffusers"] = types.ModuleType("diffusers")
+        sys.modules["diffusers"].StableDiffusionPipeline = type("StableDiffusionPipeline", (), {})
+
+
+def _stand_in_for_transformers() -> None:
+    # The configuration tests import transformers from beside their `__init__.py`, which is not shipped.
+    transformers.utils.direct_transformers_import = lambda *args, **kwargs: transformers
     _stand_in("tests.exporters.test_export", ExportTesterMixin=type("ExportTesterMixin", (), {}))
     _stand_in("tests.generation.test_utils", GenerationTesterMixin=type("GenerationTesterMixin", (), {}))
     _stand_in("tests.utils.test_configuration_utils", config_common_kwargs=COMMON_FIELDS)
