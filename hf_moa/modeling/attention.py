@@ -212,10 +212,6 @@ class GatedAttention(nn.Module):
         """The inputs that a causal MAE gate averages, the cached ones included."""
         if past_key_values is None or not self.mixture.remembers:
             return None
-        if padding_mask is None:
-            padding_mask = torch.ones(
-                hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device
-            )
         name = "cross_gate_inputs" if self.is_cross_attention else "gate_inputs"
         layer = gated_layer(past_key_values, self.layer_idx)
         return layer.window(name, hidden_states, padding_mask, size=self.mixture.window)

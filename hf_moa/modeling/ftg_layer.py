@@ -125,8 +125,8 @@ class FTGLayer(nn.Module, BaseTunerLayer):
         copy = deepcopy(self.ftg_modules[names[0]])
         if safe_merge and not all(p.isfinite().all() for p in copy.parameters()):
             raise ValueError(
-                f"NaNs detected in the merged weights. The adapter {names[0]} seems to be broken: not all "
-                "of its weights are finite."
+                f"NaNs detected in the merged weights. The adapter {names[0]} seems to be broken: not "
+                "all of its weights are finite."
             )
         originals = dict(self.base_layer.named_parameters())
         for name, parameter in copy.named_parameters():

@@ -20,17 +20,64 @@ CROP_RESERVE = 128
 
 
 class Window(NamedTuple):
-    """Inputs of a causal gate, oldest first: `inputs` `[B, S, d]`, and `valid` `[B, S]` bool, the
-    real tokens among them."""
+    """Inputs of a causal gate, oldest first: `inputs` `[B, S, d]`, zero where they are of no real
+    token, and `valid` `[B, S]` bool, the real ones; None for all."""
 
     inputs: Tensor
-    valid: Tensor
+    valid: Tensor | None
+
+
+class GrowingRows:
+    """Rows `[B, S, ...]` that grow along dim 1, in a buffer with room for more: one copy of all rows at
+    each decoding step would take longer than what is computed from them.
+
+    Args:
+        rows: the first ones.
+    """
+
+    def __init__(self, rows: Tensor):
+        self._buffer = rows
+        self._start, self._end = 0, rows.shape[1]
+
+    @property
+    def rows(self) -> Tensor:
+        return self._buffer[:, self._start : self._end]
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    def append(self, new: Tensor, *, held: int | None = None) -> Tensor:
+        """Append `new`; return all rows, and keep the last `held` (None: all) of them."""
+        end = self._end + new.shape[1]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            self._take(torch.cat([self.rows, new], dim=1))  # what a graph holds must not change
+        elif end > self._buffer.shape[1]:
+            past = self.rows
+            capacity = 2 * (past.shape[1] + new.shape[1])
+            buffer = past.new_empty(past.shape[0], capacity, *past.shape[2:])
+            torch.cat([past, new], dim=1, out=buffer[:, : past.shape[1] + new.shape[1]])
+            self._buffer, self._start, self._end = buffer, 0, past.shape[1] + new.shape[1]
+        else:
+            self._buffer[:, self._end : end] = new
+            self._end = end
+        rows = self.rows
+        if held is not None:
+            self._start = max(self._start, self._end - held)
+        return rows
+
+    def crop(self, length: int) -> None:
+        """Drop the last `length` rows."""
+        self._end -= length
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._take(function(self.rows))
+
+    def _take(self, rows: Tensor) -> None:
+        self._buffer, self._start, self._end = rows, 0, rows.shape[1]
 
 
 class _GateStates:
-    """A cache layer's named gate states, each a tensor with the batch first."""
-
-    states: dict[str, Tensor]
+    """A cache layer's named gate states, the batch first."""
 
     @classmethod
     def in_place_of(cls, layer):
@@ -40,9 +87,6 @@ class _GateStates:
         gated.states = {}
         return gated
 
-    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.states = {name: function(state) for name, state in self.states.items()}
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
         self._apply(lambda state: state.index_select(0, beam_idx.to(state.device)))
@@ -51,6 +95,7 @@ class _GateStates:
 class GatedDynamicLayer(_GateStates, DynamicLayer):
     """`DynamicLayer` with gate states that grow with it."""
 
+    states: dict[str, GrowingRows]
     record_past = False
     _window_size: int | None = None
 
@@ -58,22 +103,29 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         """Hold all inputs from now on, so that any crop is possible. Assisted decoding asks for it."""
         self.record_past = True
 
-    def window(self, name: str, inputs: Tensor, valid: Tensor, *, size: int | None) -> Window:
+    def window(self, name: str, inputs: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
         """Append the inputs of T tokens; return what windows that end at these tokens see.
 
         Args:
             name: of the state.
             inputs: `[B, T, d]`.
-            valid: `[B, T]` bool, the real tokens among them.
+            valid: `[B, T]` bool, the real tokens among them; None for all.
             size: tokens of a window, its last one included; None for all there were.
         """
         self._window_size = size
-        seen = None if size is None else size - 1 + inputs.shape[1]
         held = None if size is None or self.record_past else size - 1 + CROP_RESERVE
-        return Window(
-            self._append(name, inputs, seen=seen, held=held),
-            self._append(f"{name}_valid", valid, seen=seen, held=held),
-        )
+        seen = None if size is None else size - 1 + inputs.shape[1]
+        if valid is None and f"{name}_valid" not in self.states:
+            return Window(_last(self._append(name, inputs, held=held), seen), None)
+        if valid is None:
+            valid = inputs.new_ones(inputs.shape[:2], dtype=torch.bool)
+        elif name in self.states and f"{name}_valid" not in self.states:
+            # the first that are not all real
+            past = inputs.new_ones(inputs.shape[0], len(self.states[name]), dtype=torch.bool)
+            self._append(f"{name}_valid", past)
+        inputs = self._append(name, inputs.masked_fill(~valid.unsqueeze(-1), 0.0), held=held)
+        valid = self._append(f"{name}_valid", valid, held=held)
+        return Window(_last(inputs, seen), _last(valid, seen))
 
     def count(self, name: str, amounts: Tensor) -> Tensor:
         """Add `[B, T, n]`; return the sums over all tokens before these, `[B, n]`."""
@@ -83,16 +135,17 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
 
     def counted(self, name: str) -> Tensor | None:
         """The sums over all tokens, `[B, n]`; None before the first."""
-        return self.states[name].sum(dim=1) if name in self.states else None
+        return self.states[name].rows.sum(dim=1) if name in self.states else None
 
-    def _append(
-        self, name: str, new: Tensor, *, seen: int | None = None, held: int | None = None
-    ) -> Tensor:
-        """Append along dim 1 and hold the last `held`; return the last `seen`."""
-        past = self.states.get(name)
-        full = new if past is None else torch.cat([past, new], dim=1)
-        self.states[name] = _last(full, held)
-        return _last(full, seen)
+    def _append(self, name: str, new: Tensor, *, held: int | None = None) -> Tensor:
+        """Append along dim 1; return all, and hold the last `held`."""
+        if name not in self.states:
+            self.states[name] = GrowingRows(new[:, :0])
+        return self.states[name].append(new, held=held)
+
+    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        for state in self.states.values():
+            state.apply(function)
 
     def reset(self) -> None:
         super().reset()
@@ -102,7 +155,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         length = self.get_seq_length()
         left = length - abs(tokens_to_remove)
         needed = left if self._window_size is None else min(left, self._window_size - 1)
-        shortest = min((state.shape[1] for state in self.states.values()), default=length)
+        shortest = min(map(len, self.states.values()), default=length)
         if shortest - abs(tokens_to_remove) < needed:
             raise ValueError(
                 f"tokens_to_remove must be at most {CROP_RESERVE}, the inputs that the gates hold "
@@ -110,8 +163,8 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
                 "`past_key_values.activate_past_recording()` after the first forward."
             )
         super().crop(tokens_to_remove)
-        if tokens_to_remove != 0:
-            self._apply(lambda state: state[:, : -abs(tokens_to_remove)])
+        for state in self.states.values():
+            state.crop(abs(tokens_to_remove))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -126,12 +179,16 @@ class GatedStaticLayer(_GateStates, StaticLayer):
     """`StaticLayer` with gate states of fixed shape, changed in place: a compiled decoding step
     neither recompiles nor reallocates."""
 
-    def window(self, name: str, inputs: Tensor, valid: Tensor, *, size: int | None) -> Window:
+    states: dict[str, Tensor]
+
+    def window(self, name: str, inputs: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
         """See `GatedDynamicLayer.window`; before the first token stand `size - 1` that are no real
         ones."""
+        if valid is None:
+            valid = inputs.new_ones(inputs.shape[:2], dtype=torch.bool)
         held = self.max_cache_len if size is None else size - 1
         return Window(
-            self._shift_in(name, inputs, held=held),
+            self._shift_in(name, inputs.masked_fill(~valid.unsqueeze(-1), 0.0), held=held),
             self._shift_in(f"{name}_valid", valid, held=held),
         )
 
@@ -151,6 +208,9 @@ class GatedStaticLayer(_GateStates, StaticLayer):
         full = torch.cat([past, new], dim=1)
         past.copy_(_last(full, held))
         return full
+
+    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.states = {name: function(state) for name, state in self.states.items()}
 
     def _state(self, name: str, initial: Tensor) -> Tensor:
         if name not in self.states:

@@ -35,12 +35,14 @@ class GateBatchNorm(nn.BatchNorm1d):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         x = at_least_float32(x)
-        dtype = x.dtype
-        mean, var = self.running_mean.to(dtype), self.running_var.to(dtype)
-        if self.training and self.weight.requires_grad:
-            mean, var = self._batch_statistics(x, valid, mean, var)
-        scale = self.weight.to(dtype) * torch.rsqrt(var + self.eps)
-        return (x - mean) * scale + self.bias.to(dtype)
+        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        if not (self.training and self.weight.requires_grad):
+            rows = x.flatten(0, -2)
+            return nn.functional.batch_norm(rows, mean, var, weight, bias, eps=self.eps).view(x.shape)
+        mean, var = self._batch_statistics(x, valid, mean, var)
+        scale = weight * torch.rsqrt(var + self.eps)
+        return torch.addcmul(bias - mean * scale, x, scale)
 
     def _batch_statistics(
         self, x: Tensor, valid: Tensor | None, running_mean: Tensor, running_var: Tensor
@@ -55,11 +57,14 @@ class GateBatchNorm(nn.BatchNorm1d):
         elif valid is None:
             count = weight.sum()
             mean = rows.mean(dim=0)
-            var = (rows - mean).square().mean(dim=0)  # `var_mean` takes several times as long on the CPU
+            deviation = rows - mean
+            # `var_mean` and `square` take several times as long on the CPU
+            var = (deviation * deviation).mean(dim=0)
         else:
             count = weight.sum()
             mean = (rows * weight).sum(dim=0) / count.clamp(min=1)
-            var = ((rows - mean).square() * weight).sum(dim=0) / count.clamp(min=1)
+            deviation = (rows - mean) * weight
+            var = (deviation * deviation).sum(dim=0) / count.clamp(min=1)
         enough = count > 1
         if not _is_recomputing():
             self._update_running_statistics(mean, var, count, enough)

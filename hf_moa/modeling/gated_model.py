@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
+from transformers.utils.import_utils import is_tracing
 
 from .budgets import Budget, BudgetControl
 from .cct import OPEN_GATE_LOGIT, ControlNetwork
@@ -272,7 +273,11 @@ class GatedModel:
 
 def padding_mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
     """The real ones of the last `length` tokens, `[B, length]` bool; None where the mask does not
-    tell: there is none, or it is one of pairs, `[B, 1, T, S]`."""
+    tell: there is none, or it is one of pairs, `[B, 1, T, S]`. None too where all are real, if that is
+    known without waiting for an accelerator."""
     if attention_mask is None or attention_mask.ndim != 2:
         return None
-    return attention_mask[:, -length:].bool()
+    mask = attention_mask[:, -length:].bool()
+    if mask.device.type == "cpu" and not is_tracing(mask) and mask.all():
+        return None
+    return mask

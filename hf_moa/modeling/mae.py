@@ -8,7 +8,7 @@ dropped heads. With `H_j` the output of head j, its block of the output projecti
 
 The mixture collapses to one weight per head, which is how it is computed:
 
-    Z = sum_j w_j H_j,   w_j = h / (h - t) * (1 - sum_{S drops j} g_S)
+    Z = sum_j w_j H_j,   w_j = h / (h - t) * sum_{S keeps j} g_S
 
 Uniform gates give `w_j = 1`: multi-head attention.
 """
@@ -16,6 +16,7 @@ Uniform gates give `w_j = 1`: multi-head attention.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import combinations
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from .gate_cache import Window
 from .gate_norm import GateBatchNorm
+from .gate_pooling import last_windowed_means, masked_mean, windowed_mean
 from .multi_head import MultiHead
 from .precision import at_least_float32
 from .process_sum import has_several_processes
@@ -39,49 +41,23 @@ def dropped_heads(num_heads: int, num_dropped: int) -> Tensor:
     return matrix
 
 
-def head_weights(expert_weights: Tensor, dropped: Tensor, *, num_dropped: int) -> Tensor:
-    """Collapse expert weights `[..., E]` to head weights `[..., h]` (module docstring)."""
-    num_heads = dropped.shape[-1]
-    scale = num_heads / (num_heads - num_dropped)
-    # Autocast would round the weights of E experts to half precision before they are added up.
-    with torch.autocast(expert_weights.device.type, enabled=False):
-        return scale - scale * (expert_weights @ dropped.to(expert_weights.dtype))
-
-
-def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean of `x` `[B, T, d]` over its real tokens -> `[B, d]`; zero where there are none."""
-    if mask is None:
-        return x.mean(dim=1)
-    mask = mask.unsqueeze(-1)
-    return x.masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-
-
-def windowed_mean(x: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
-    """Mean at each position of the real tokens among the last `window` positions up to it.
+def head_weights(expert_weights: Tensor, kept: Tensor, *, num_dropped: int) -> Tensor:
+    """Collapse expert weights `[..., E]`, which sum to 1, to head weights `[..., h]`.
 
     Args:
-        x: `[B, T, d]`.
-        mask: `[B, T]` bool, or None.
-        window: positions, the present one included; None for all.
-
-    Returns:
-        `[B, T, d]`; zero where the window holds no real token.
+        kept: `[E, h]`, 1 where an expert keeps a head: `1 - dropped_heads(...)`.
+        num_dropped: t.
     """
-    length = x.shape[1]
-    is_narrow = window is not None and window < length
-    if mask is None:
-        total = x.cumsum(dim=1)
-        count = torch.arange(1, length + 1, device=x.device, dtype=x.dtype)
-        count = (count.clamp(max=window) if is_narrow else count).unsqueeze(-1)
+    num_heads = kept.shape[-1]
+    kept = kept.to(expert_weights.dtype)
+    device = expert_weights.device.type
+    if torch.is_autocast_enabled(device):
+        # it would round the weights of E experts to half precision before they are added up
+        with torch.autocast(device, enabled=False):
+            weights = expert_weights @ kept
     else:
-        total = x.masked_fill(~mask.unsqueeze(-1), 0.0).cumsum(dim=1)
-        count = mask.unsqueeze(-1).cumsum(dim=1)
-        if is_narrow:
-            count = count - nn.functional.pad(count[:, :-window], (0, 0, window, 0))
-        count = count.clamp(min=1)
-    if is_narrow:
-        total = torch.cat([total[:, :window], total[:, window:] - total[:, :-window]], dim=1)
-    return total / count
+        weights = expert_weights @ kept
+    return weights * (num_heads / (num_heads - num_dropped))
 
 
 class MaeGate(nn.Module):
@@ -96,8 +72,7 @@ class MaeGate(nn.Module):
         gate_hidden_size: width of the hidden layer.
         dropout: dropout on the hidden layer.
 
-    Shapes: `pooled` `[..., d]`, `valid` `[...]` bool or None -> `[..., E]`, float32 at least. The
-    hidden layer is computed in `dtype`.
+    Shapes: `x` `[..., d]`, `valid` `[...]` bool or None -> `[..., E]`, float32 at least.
     """
 
     gate_kind = "mae"
@@ -111,10 +86,28 @@ class MaeGate(nn.Module):
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, pooled: Tensor, valid: Tensor | None, *, dtype: torch.dtype) -> Tensor:
-        hidden = self.norm(pooled, valid).to(dtype)
-        hidden = self.dropout(torch.tanh(self.dense(hidden)))
-        logits = self.out(hidden)
+    def forward(
+        self,
+        x: Tensor,
+        valid: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        pool: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """The distribution over experts.
+
+        Args:
+            x: pooled inputs; with `pool`, inputs that it averages.
+            valid: which of them count towards batch statistics; None for all.
+            dtype: of the hidden layer.
+            pool: averages behind the hidden layer's matrix, on fewer features than in front of it. Up to
+                there the network is affine in eval, and commutes with means. (But for those of no token:
+                they are zero there.)
+        """
+        hidden = self.dense(self.norm(x, valid).to(dtype))
+        if pool is not None:
+            hidden = pool(hidden).to(dtype)
+        logits = self.out(self.dropout(torch.tanh(hidden)))
         return at_least_float32(logits).softmax(dim=-1)
 
 
@@ -156,7 +149,7 @@ class MixtureOfHeads(MultiHead):
         self.window = window
         self.phase = "mixture"
         self.selection: str | None = None
-        self.register_buffer("dropped", dropped_heads(num_heads, num_dropped), persistent=False)
+        self.register_buffer("kept", 1 - dropped_heads(num_heads, num_dropped), persistent=False)
         self.gate = None
         if gate_type == "learned":
             self.gate = MaeGate(
@@ -168,8 +161,7 @@ class MixtureOfHeads(MultiHead):
 
     def reset_buffers(self) -> None:
         """Fill the buffers that a checkpoint does not carry."""
-        dropped = dropped_heads(self.num_heads, self.num_dropped)
-        self.dropped.copy_(dropped.to(self.dropped))
+        self.kept.copy_(1 - dropped_heads(self.num_heads, self.num_dropped))
 
     @property
     def remembers(self) -> bool:
@@ -203,13 +195,15 @@ class MixtureOfHeads(MultiHead):
             chosen = self._one_hot(index, weights)
         elif self.gate is None:
             return None, record
-        heads = head_weights(chosen, self.dropped, num_dropped=self.num_dropped)
+        heads = head_weights(chosen, self.kept, num_dropped=self.num_dropped)
         return (heads if self.is_causal else heads.unsqueeze(1)), record
 
     def output(self, linear: nn.Module, context: Tensor, mix: Tensor | None) -> Tensor:
         """`Z = sum_j w_j H_j`: `[B, T, h, dh]` -> `[B, T, d]`."""
         if mix is not None:
-            context = context * mix.unsqueeze(-1).to(context.dtype)
+            mix = mix.unsqueeze(-1).to(context.dtype)
+            # a new tensor of this size costs the CPU more than the product
+            context = context * mix if torch.is_grad_enabled() else context.mul_(mix)
         return super().output(linear, context, mix)
 
     def _expert_weights(
@@ -223,14 +217,23 @@ class MixtureOfHeads(MultiHead):
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and not (self.training and self.phase == "expert")
         ):
-            valid = padding_mask
-            if self.is_causal:
-                inputs, mask = (hidden_states, padding_mask) if window is None else window
-                pooled = windowed_mean(at_least_float32(inputs), mask, self.window)[:, -length:]
-            else:
-                pooled = masked_mean(at_least_float32(hidden_states), padding_mask)
-                valid = None if padding_mask is None else padding_mask.any(dim=1)
-            return self.gate(pooled, valid, dtype=hidden_states.dtype)
+            return self._gate(hidden_states, padding_mask, window)
+
+    def _gate(self, hidden_states: Tensor, padding_mask: Tensor | None, window: Window | None) -> Tensor:
+        length, dtype = hidden_states.shape[1], hidden_states.dtype
+        if not self.is_causal:
+            valid = None if padding_mask is None else padding_mask.any(dim=1)
+            return self.gate(masked_mean(hidden_states, padding_mask), valid, dtype=dtype)
+        if window is not None and window.inputs.shape[1] > length:  # inputs of earlier steps
+            pooled = last_windowed_means(window, self.window, last=length)
+            return self.gate(pooled, padding_mask, dtype=dtype)
+
+        def pool(x: Tensor) -> Tensor:
+            return windowed_mean(x, padding_mask, self.window)
+
+        if self.training:
+            return self.gate(pool(hidden_states), padding_mask, dtype=dtype)
+        return self.gate(hidden_states, None, dtype=dtype, pool=pool)
 
     def _idle_gate(self) -> Tensor | float:
         """Zero, and in a run of several processes a zero that has the gate in its graph: DDP waits for

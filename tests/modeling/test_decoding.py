@@ -298,7 +298,7 @@ def test_window_is_held_and_no_more():
     full, _ = decoder(model, ids)
     _, cache = decoder(model, ids[:, :280], use_cache=True)
     held = cache.layers[0].states["gate_inputs"]
-    assert held.shape == (1, 2 + CROP_RESERVE, 32)
+    assert held.rows.shape == (1, 2 + CROP_RESERVE, 32)
     with pytest.raises(ValueError, match="activate_past_recording"):
         cache.crop(-CROP_RESERVE - 1)  # and leaves it as it was
     cache.crop(-CROP_RESERVE)

@@ -1,0 +1,87 @@
+"""Comparing the times of functions in one process.
+
+The candidates take turns, so that what disturbs the machine disturbs all alike; of each turn the ratios
+to the first candidate are kept, and their median is reported.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tqdm.auto import tqdm
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one candidate.
+
+    Attributes:
+        name: of the candidate.
+        milliseconds: median.
+        spread: half the distance between the quartiles of the time, in per cent of the median.
+        ratio: median of the time divided by the first candidate's of the same turn.
+    """
+
+    name: str
+    milliseconds: float
+    spread: float
+    ratio: float
+
+
+def compare(
+    candidates: dict[str, Callable[[], object]],
+    *,
+    turns: int = 21,
+    least_seconds: float = 0.02,
+    title: str = "",
+) -> list[Timing]:
+    """Time the candidates in turns.
+
+    Args:
+        candidates: name -> what to time; the first is what the others are compared with.
+        turns: how often each is timed.
+        least_seconds: a candidate is called so often in a turn that it takes at least so long.
+        title: of the progress bar.
+    """
+    calls = {}
+    for name, function in candidates.items():
+        for _ in range(3):
+            seconds = _seconds(function, 1)
+        calls[name] = max(1, round(least_seconds / max(seconds, 1e-9)))
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in tqdm(range(turns), desc=title, leave=False):
+        # the order is turned around each time, so that nobody always follows the same one
+        names = list(candidates) if turn % 2 == 0 else list(reversed(candidates))
+        for name in names:
+            times[name].append(_seconds(candidates[name], calls[name]) / calls[name])
+    first = times[next(iter(candidates))]
+    return [
+        Timing(
+            name=name,
+            milliseconds=1e3 * statistics.median(values),
+            spread=100 * _half_quartile_distance(values) / statistics.median(values),
+            ratio=statistics.median(v / f for v, f in zip(values, first, strict=True)),
+        )
+        for name, values in times.items()
+    ]
+
+
+def _seconds(function: Callable[[], object], calls: int) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _half_quartile_distance(values: list[float]) -> float:
+    first, _, third = statistics.quantiles(values, n=4)
+    return (third - first) / 2
