@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
 
 from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
 from .cct_costs import AttentionCost, used_and_full
@@ -161,17 +162,23 @@ class GatedAttention(nn.Module):
         source = self._source(hidden_states, encoder_hidden_states, past_key_values)
         gates = None if self.cct is None else self.cct.gates(hidden_states, source)
         query, key, value = self.project(hidden_states, source, mix)
-        query = query.transpose(1, 2)
+        heads = query.shape[2]
         key, value = self._key_value(key, value, gates, past_key_values, hidden_states.device)
-        heads = query.shape[1]
-        if self.num_kv_heads == 1 and heads > 1:
-            # stride 0: one set of keys serves every head, whatever the implementation
-            key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
         if position_bias is not None:
             position_bias = self.mixture.position_bias(position_bias, mix)
             if self.config._attn_implementation == "flex_attention":
                 position_bias = position_bias.expand(query.shape[0], -1, -1, -1)  # it does not broadcast
             kwargs["position_bias"] = position_bias
+        if self._takes_heads_for_queries(query, attention_mask, position_bias):
+            # shape: (B, T, k, dh) -> (B, 1, T * k, dh)
+            query = query.flatten(1, 2).unsqueeze(1)
+            attention_mask = None if attention_mask is None else attention_mask[:, :, :1]
+            kwargs["is_causal"] = False
+        else:
+            query = query.transpose(1, 2)
+            if self.num_kv_heads == 1 and heads > 1:
+                # stride 0: one set of keys serves every head, whatever the implementation
+                key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
         context, attentions = self.attention_function()(
             self,
             query,
@@ -188,6 +195,22 @@ class GatedAttention(nn.Module):
             kv_mask = encoder_padding_mask if self.is_cross_attention else padding_mask
             record |= self._cct_record(gates, padding_mask, kv_mask, past_key_values)
         return AttentionResult(context, attentions, mix, record)
+
+    def _takes_heads_for_queries(
+        self, query: Tensor, attention_mask: Any, position_bias: Tensor | None
+    ) -> bool:
+        """Whether the heads that share their keys can stand in one head, as further queries: the same
+        attention, in larger products. All of a sequence's queries must see the same keys."""
+        length, heads = query.shape[1:3]
+        if self.num_kv_heads > 1 or heads == 1 or position_bias is not None:
+            return False
+        if self.config._attn_implementation != "sdpa":
+            return False
+        if length == 1 or attention_mask is None:
+            return length == 1 or not self.is_causal
+        if attention_mask.device.type != "cpu" or is_tracing(attention_mask):
+            return False
+        return bool((attention_mask == attention_mask[:, :, :1]).all())
 
     def prepare_cache(self, past_key_values: Cache) -> None:
         """Make an empty cache able to hold what this layer's gates remember.

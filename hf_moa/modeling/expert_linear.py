@@ -1,14 +1,60 @@
 """Linear maps that differ from expert to expert, applied to the k experts of each token.
 
 Two maps, because attention stands between them: into the heads (`ExpertInput`) and out of them
-(`ExpertOutput`). Both compute all N experts in one matrix product and keep the chosen ones: exact
-in every dtype, without host synchronisation, and it compiles and exports as one graph.
+(`ExpertOutput`). Each has three forms of the same function, and takes the one that is fastest:
+
+- dense: all N experts in one matrix product, of which the chosen are kept. Fastest where N is not much
+  larger than k; the only one on accelerators and in exported graphs.
+- by expert (`expert_loop.py`): no other expert is computed. On a CPU, for many tokens.
+- by slot: a vector product for each of a single token's experts. On a CPU, to decode.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.import_utils import is_torchdynamo_exporting
+
+from .expert_loop import expert_input, expert_output
+
+
+def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
+    """Whether computing expert by expert is faster than computing all, as measured on a CPU.
+
+    Dense products cost N a token. By expert they cost k, times a factor for moving the rows, and a
+    fixed price per expert. Half precision multiplies so fast that moving is most of the cost.
+
+    Args:
+        index: `[B, T, k]`, chosen experts.
+        weight: `[N, a, b]`.
+    """
+    if weight.device.type != "cpu" or _is_drawn_as_graph():
+        return False
+    num_experts, a, b = weight.shape
+    is_half = _dtype(weight).itemsize == 2
+    factor, price = (4.0, 5_000_000) if is_half else (1.4, 1_300_000)
+    num_tokens, num_selected = index.shape[0] * index.shape[1], index.shape[2]
+    return num_tokens * (num_experts - factor * num_selected) * a * b > price * num_experts
+
+
+def computes_by_slot(index: Tensor, weight: Tensor) -> bool:
+    """Whether to take the k products of a single token one by one; see `computes_by_expert`."""
+    if weight.device.type != "cpu" or index.shape[0] * index.shape[1] != 1:
+        return False
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_drawn_as_graph():
+        return False
+    return len(weight) >= 3 * index.shape[2]
+
+
+def _is_drawn_as_graph() -> bool:
+    """Whether the graph has to hold common operators alone, as in ONNX."""
+    return is_torchdynamo_exporting() or torch.jit.is_tracing()
+
+
+def _dtype(weight: Tensor) -> torch.dtype:
+    """What a product with the weight is computed in."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 class ExpertInput(nn.Module):
@@ -27,6 +73,22 @@ class ExpertInput(nn.Module):
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        if computes_by_expert(index, self.weight):
+            dtype = _dtype(self.weight)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            y = expert_input(x.flatten(0, 1).to(dtype), index.flatten(0, 1), self.weight.to(dtype), bias)
+            return y.unflatten(0, index.shape[:2])
+        if computes_by_slot(index, self.weight):
+            chosen = index.flatten().tolist()
+            biases = [None if self.bias is None else self.bias[e] for e in chosen]
+            y = [
+                nn.functional.linear(x, self.weight[e], bias)
+                for e, bias in zip(chosen, biases, strict=True)
+            ]
+            return torch.stack(y, dim=-2)
+        return self._dense(x, index)
+
+    def _dense(self, x: Tensor, index: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.flatten()
         # shape: (B, T, in) -> (B, T, N * out) -> (B, T, N, out)
         every = nn.functional.linear(x, self.weight.flatten(0, 1), bias)
@@ -51,11 +113,30 @@ class ExpertOutput(nn.Module):
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
     def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        if computes_by_expert(index, self.weight):
+            dtype = _dtype(self.weight)
+            y = expert_output(
+                x.flatten(0, 1).to(dtype),
+                index.flatten(0, 1),
+                weight.flatten(0, 1).to(dtype),
+                self.weight.to(dtype),
+            )
+            y = y.unflatten(0, index.shape[:2])
+        elif computes_by_slot(index, self.weight):
+            weighted = x * weight.unsqueeze(-1).to(x.dtype)
+            y = sum(
+                weighted[:, :, slot] @ self.weight[expert]
+                for slot, expert in enumerate(index.flatten().tolist())
+            )
+        else:
+            y = self._dense(x, index, weight)
+        return y if self.bias is None else y + self.bias
+
+    def _dense(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         weighted = x * weight.unsqueeze(-1).to(x.dtype)
         chosen = index.unsqueeze(-1).expand_as(weighted)
         # shape: (B, T, k, in) -> (B, T, N, in), zero where an expert was not chosen
         spread = x.new_zeros(*x.shape[:-2], self.num_experts, self.in_features)
         spread = spread.scatter(-2, chosen, weighted)
         # shape: (B, T, N * in) @ (N * in, out) -> (B, T, out)
-        y = spread.flatten(-2) @ self.weight.flatten(0, 1)
-        return y if self.bias is None else y + self.bias
+        return spread.flatten(-2) @ self.weight.flatten(0, 1)

@@ -430,8 +430,10 @@ def test_is_captured_as_one_graph(case, fields):
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         for budget in budgets:
+            # to rounding: eager looks at the mask, and takes faster forms where it is simple
             expected = model(**inputs, budget=budget).logits
-            assert torch.equal(compiled(**inputs, budget=budget).logits, expected)
+            actual = compiled(**inputs, budget=budget).logits
+            torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.slow

@@ -1,0 +1,168 @@
+"""Projections of the chosen experts: every form is the same function, with the same gradients."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from hf_moa.modeling import expert_linear, expert_loop
+from hf_moa.modeling.expert_linear import ExpertInput, ExpertOutput
+
+N, K, WIDE, NARROW = 7, 3, 12, 5
+
+
+@pytest.fixture(params=["by expert", "in small pieces", "by slot"])
+def form(request, monkeypatch):
+    """Makes the layers take one of their fast forms, whatever the sizes."""
+    by_expert = request.param != "by slot"
+    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: by_expert)
+    monkeypatch.setattr(expert_linear, "computes_by_slot", lambda *_: not by_expert)
+    if request.param == "in small pieces":
+        monkeypatch.setattr(expert_loop, "_ROWS", 4)
+    return request.param
+
+
+def choose(batch, length, *, experts=N, seed=0):
+    """Expert 1 is chosen by no token."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(batch, length, experts, generator=generator)
+    scores[..., 1] = -1
+    return scores.topk(K, dim=-1).indices
+
+
+def batch_and_length(form):
+    return (1, 1) if form == "by slot" else (2, 11)
+
+
+def layers(dtype=torch.float64, bias=True):
+    torch.manual_seed(0)
+    into = ExpertInput(num_experts=N, in_features=WIDE, out_features=NARROW, bias=bias)
+    out_of = ExpertOutput(num_experts=N, in_features=NARROW, out_features=WIDE, bias=bias)
+    for parameter in [*into.parameters(), *out_of.parameters()]:
+        torch.nn.init.normal_(parameter)
+    return into.to(dtype), out_of.to(dtype)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_input_equals_each_experts_own_product(form, bias):
+    layer, _ = layers(bias=bias)
+    batch, length = batch_and_length(form)
+    x, index = torch.randn(batch, length, WIDE, dtype=torch.float64), choose(batch, length)
+    expected = torch.einsum("bti,btkoi->btko", x, layer.weight[index])
+    expected = expected + layer.bias[index] if bias else expected
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, index), expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_output_equals_the_sum_over_the_experts(form, bias):
+    _, layer = layers(bias=bias)
+    batch, length = batch_and_length(form)
+    index = choose(batch, length)
+    x = torch.randn(*index.shape, NARROW, dtype=torch.float64)
+    scale = torch.rand(index.shape, dtype=torch.float64)
+    expected = torch.einsum("btki,btkio,btk->bto", x, layer.weight[index], scale)
+    expected = expected + layer.bias if bias else expected
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, index, scale), expected)
+
+
+@pytest.mark.parametrize("rows", [4, 512])
+def test_gradients(rows, monkeypatch):
+    monkeypatch.setattr(expert_loop, "_ROWS", rows)
+    into, out_of = layers()
+    index = choose(2, 6).flatten(0, 1)
+    x = torch.randn(len(index), WIDE, dtype=torch.float64, requires_grad=True)
+    gradcheck(lambda *args: expert_loop.expert_input(args[0], index, *args[1:]), (x, *into.parameters()))
+    heads = torch.randn(*index.shape, NARROW, dtype=torch.float64, requires_grad=True)
+    scale = torch.rand(index.shape, dtype=torch.float64, requires_grad=True)
+    gradcheck(
+        lambda *args: expert_loop.expert_output(args[0], index, *args[1:]),
+        (heads, scale, out_of.weight),
+    )
+
+
+def test_operators_are_what_compilers_expect():
+    into, out_of = layers()
+    index = choose(2, 6).flatten(0, 1)
+    x = torch.randn(len(index), WIDE, dtype=torch.float64, requires_grad=True)
+    heads = torch.randn(*index.shape, NARROW, dtype=torch.float64, requires_grad=True)
+    scale = torch.rand(index.shape, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(torch.ops.hf_moa.expert_input, (x, index, into.weight, into.bias))
+    torch.library.opcheck(torch.ops.hf_moa.expert_input, (x, index, into.weight, None))
+    torch.library.opcheck(torch.ops.hf_moa.expert_output, (heads, index, scale, out_of.weight))
+
+
+def test_half_precision_is_rounded_once(monkeypatch):
+    """Sums over slots are kept in float32: the error is that of one rounding."""
+    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
+    _, exact = layers()
+    _, layer = layers(torch.bfloat16)
+    exact.load_state_dict(layer.state_dict())
+    index = choose(2, 200)
+    x = torch.randn(*index.shape, NARROW, dtype=torch.bfloat16)
+    scale = torch.ones(index.shape, dtype=torch.bfloat16)
+    with torch.no_grad():
+        actual, expected = layer(x, index, scale), exact(x.double(), index, scale.double())
+    assert actual.dtype == torch.bfloat16
+    # products are rounded to bfloat16 before they are summed: 3 of them, and the sum with the bias
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-6, atol=2**-5)
+
+
+def test_autocast_computes_in_its_dtype(form):
+    into, out_of = layers(torch.float32)
+    batch, length = batch_and_length(form)
+    index = choose(batch, length)
+    x = torch.randn(batch, length, WIDE)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        heads = into(x, index)
+        y = out_of(heads, index, torch.rand(index.shape))
+    assert heads.dtype == torch.bfloat16
+    expected = torch.einsum("bti,btkoi->btko", x, into.weight[index]) + into.bias[index]
+    torch.testing.assert_close(heads.float(), expected, rtol=0.05, atol=0.1)
+    assert y.dtype in (torch.bfloat16, torch.float32)  # the bias is float32
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "selected", "dtype", "by_expert"),
+    [
+        (2048, 64, 8, torch.float32, True),
+        (2048, 8, 8, torch.float32, False),  # all are chosen anyway
+        (8, 64, 8, torch.float32, False),  # too few rows for each expert
+        (2048, 64, 8, torch.bfloat16, True),
+        (2048, 16, 8, torch.bfloat16, False),
+    ],
+)
+def test_form_is_chosen_by_size(tokens, experts, selected, dtype, by_expert):
+    index = torch.zeros(1, tokens, selected, dtype=torch.long)
+    weight = torch.empty(experts, 64, 512, dtype=dtype)
+    assert expert_linear.computes_by_expert(index, weight) is by_expert
+    assert not expert_linear.computes_by_expert(index.to("meta"), weight.to("meta"))
+
+
+def test_one_token_is_computed_by_slot_in_inference_alone():
+    index = torch.zeros(1, 1, 8, dtype=torch.long)
+    weight = torch.empty(64, 64, 512)
+    assert not expert_linear.computes_by_slot(index, weight)
+    with torch.no_grad():
+        assert expert_linear.computes_by_slot(index, weight)
+        assert not expert_linear.computes_by_slot(index, weight[:16])
+        assert not expert_linear.computes_by_slot(index.expand(1, 2, 8), weight)
+
+
+@pytest.mark.slow
+def test_compiles_to_one_graph(monkeypatch):
+    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
+    into, out_of = layers(torch.float32)
+    index = choose(2, 11)
+
+    def function(x, scale):
+        return out_of(into(x, index), index, scale)
+
+    x = torch.randn(2, 11, WIDE, requires_grad=True)
+    scale = torch.rand(index.shape, requires_grad=True)
+    grads = []
+    for run in (function, torch.compile(function, fullgraph=True)):
+        y = run(x, scale)
+        inputs = (x, scale, *into.parameters(), *out_of.parameters())
+        grads.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    torch.testing.assert_close(grads[1], grads[0])
