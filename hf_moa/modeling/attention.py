@@ -23,29 +23,33 @@ from .gate_cache import Window, gated_layer
 from .mae import MixtureOfHeads
 from .moa import MixtureOfAttentionExperts
 from .multi_head import MultiHead
+from .skipped_keys import attend_among_rows, visible_keys
+from .token_rows import TokenRows, skips
 
 
 class AttentionResult(NamedTuple):
     """What `GatedAttention` returns.
 
     Attributes:
-        context: `[B, T, heads, dh]`, gated, before the output projection.
+        context: `[B, T, heads, dh]`, gated, before the output projection; `[1, n, heads, dh]` of `rows`.
         attentions: `[B, heads, T, S]` where the implementation gives them, else None.
         mix: the mixture's decision, for `mixture.output`.
         record: named tensors of this layer: gates, losses and costs.
+        rows: the tokens that were computed, where the others were skipped.
     """
 
     context: Tensor
     attentions: Tensor | None
     mix: Any
     record: dict[str, Any]
+    rows: TokenRows | None = None
 
 
 class GatedAttention(nn.Module):
     """Attention whose heads are a mixture and whose tokens may be skipped.
 
-    A subclass registers its projections, implements `project`, and ends with
-    `self.mixture.output(linear, context, mix)`.
+    A subclass registers its projections, implements `project_query` and `project_key_value`, and ends
+    with `update`.
 
     Args:
         config: a `GatingConfig`.
@@ -115,20 +119,26 @@ class GatedAttention(nn.Module):
                 ),
             )
 
+    def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
+        """`[B, T, d]` and the mixture's decision -> queries `[B, T, heads, dh]`."""
+        raise NotImplementedError
+
+    def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, S, d]` -> keys and values, two of `[B, S, num_kv_heads * dh]`."""
+        raise NotImplementedError
+
     def project(
         self, hidden_states: Tensor, source: Tensor | None, mix: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Queries, keys and values.
+        """Queries, and the keys and values of `source`, if there is one. A subclass that has one matrix
+        for all three overrides it."""
+        query = self.project_query(hidden_states, mix)
+        return query, *((None, None) if source is None else self.project_key_value(source))
 
-        Args:
-            hidden_states: `[B, T, d]`.
-            source: `[B, S, d]`, what keys and values are made of; None where they are cached.
-            mix: the mixture's decision.
-
-        Returns:
-            `[B, T, heads, dh]`, and two of `[B, S, num_kv_heads * dh]` (or None without a source).
-        """
-        raise NotImplementedError
+    def update(self, linear: nn.Module, result: AttentionResult) -> Tensor:
+        """What the layer adds to the stream, `[B, T, d]`: `linear` is its output projection."""
+        update = self.mixture.output(linear, result.context, result.mix)
+        return update if result.rows is None else result.rows.scatter(update, linear.bias)
 
     def forward(
         self,
@@ -161,13 +171,109 @@ class GatedAttention(nn.Module):
         )
         source = self._source(hidden_states, encoder_hidden_states, past_key_values)
         gates = None if self.cct is None else self.cct.gates(hidden_states, source)
+        if gates is not None and self._skips(gates):
+            return self._forward_sparse(
+                hidden_states,
+                source,
+                gates,
+                mix,
+                record,
+                attention_mask,
+                padding_mask=padding_mask,
+                kv_mask=encoder_padding_mask if self.is_cross_attention else padding_mask,
+                past_key_values=past_key_values,
+                position_bias=position_bias,
+                **kwargs,
+            )
         query, key, value = self.project(hidden_states, source, mix)
-        heads = query.shape[2]
-        key, value = self._key_value(key, value, gates, past_key_values, hidden_states.device)
+        if gates is not None and key is not None:
+            key, value = self.cct.gate_key_value(key, value, gates.kv)
+        key, value = self._key_value(key, value, past_key_values, hidden_states.device)
+        context, attentions = self._attend(
+            query, key, value, attention_mask, position_bias, mix, **kwargs
+        )
+        if gates is not None:
+            context = self.cct.gate_context(context, gates.query)
+            kv_mask = encoder_padding_mask if self.is_cross_attention else padding_mask
+            record |= self._cct_record(gates, padding_mask, kv_mask, past_key_values)
+        return AttentionResult(context, attentions, mix, record)
+
+    def _forward_sparse(
+        self,
+        hidden_states: Tensor,
+        source: Tensor | None,
+        gates: AttentionGates,
+        mix: Any,
+        record: dict[str, Any],
+        attention_mask: Any,
+        *,
+        padding_mask: Tensor | None,
+        kv_mask: Tensor | None,
+        past_key_values: Cache | None,
+        position_bias: Tensor | None,
+        **kwargs: Any,
+    ) -> AttentionResult:
+        """The same as the dense flow, of the tokens whose gates are open."""
+        query_rows = TokenRows(gates.query > 0)
+        row_mix = self.mixture.take(mix, query_rows)
+        query = self.project_query(query_rows.gather(hidden_states), row_mix)
+        attentions = key = value = visible = None
+        if source is not None:
+            if past_key_values is None and position_bias is None and self._is_sdpa():
+                batch, length = source.shape[:2]
+                visible = visible_keys(
+                    attention_mask, kv_mask, batch=batch, length=length, causal=self.is_causal
+                )
+            key_rows = TokenRows(gates.kv > 0 if visible is None else (gates.kv > 0) & visible)
+            key, value = self.project_key_value(key_rows.gather(source))
+            key, value = self.cct.key_norm(key), self.cct.value_norm(value)
+        if visible is not None:
+            key, value = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (key, value))
+            context = attend_among_rows(
+                query,
+                key,
+                value,
+                query_rows=query_rows,
+                key_rows=key_rows,
+                visible=visible,
+                causal=self.is_causal,
+                scaling=self.scaling,
+            )
+        else:
+            if key is not None:
+                key, value = key_rows.scatter(key), key_rows.scatter(value)
+            key, value = self._key_value(key, value, past_key_values, hidden_states.device)
+            context, attentions = self._attend(
+                query_rows.scatter(query), key, value, attention_mask, position_bias, mix, **kwargs
+            )
+            context = query_rows.gather(context)
+        context = self.cct.norm_context(context)
+        record |= self._cct_record(gates, padding_mask, kv_mask, past_key_values)
+        return AttentionResult(context, attentions, row_mix, record, query_rows)
+
+    def _skips(self, gates: AttentionGates) -> bool:
+        """Whether this call computes the tokens with open gates alone."""
+        return not self.training and skips(
+            self.config.cct_execution, gates.query if gates.kv is None else gates.kv, gates.query
+        )
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        position_bias: Tensor | None,
+        mix: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of `[B, T, heads, dh]` to `[B, num_kv_heads, S, dh]`: contexts
+        `[B, T, heads, dh]`, and the probabilities where the implementation gives them."""
+        batch, length, heads = query.shape[:3]
         if position_bias is not None:
             position_bias = self.mixture.position_bias(position_bias, mix)
             if self.config._attn_implementation == "flex_attention":
-                position_bias = position_bias.expand(query.shape[0], -1, -1, -1)  # it does not broadcast
+                position_bias = position_bias.expand(batch, -1, -1, -1)  # it does not broadcast
             kwargs["position_bias"] = position_bias
         if self._takes_heads_for_queries(query, attention_mask, position_bias):
             # shape: (B, T, k, dh) -> (B, 1, T * k, dh)
@@ -189,12 +295,7 @@ class GatedAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        context = context.reshape(*hidden_states.shape[:-1], heads, self.head_dim)
-        if gates is not None:
-            context = self.cct.gate_context(context, gates.query)
-            kv_mask = encoder_padding_mask if self.is_cross_attention else padding_mask
-            record |= self._cct_record(gates, padding_mask, kv_mask, past_key_values)
-        return AttentionResult(context, attentions, mix, record)
+        return context.reshape(batch, length, heads, self.head_dim), attentions
 
     def _takes_heads_for_queries(
         self, query: Tensor, attention_mask: Any, position_bias: Tensor | None
@@ -204,13 +305,16 @@ class GatedAttention(nn.Module):
         length, heads = query.shape[1:3]
         if self.num_kv_heads > 1 or heads == 1 or position_bias is not None:
             return False
-        if self.config._attn_implementation != "sdpa":
+        if not self._is_sdpa():
             return False
         if length == 1 or attention_mask is None:
             return length == 1 or not self.is_causal
         if attention_mask.device.type != "cpu" or is_tracing(attention_mask):
             return False
         return bool((attention_mask == attention_mask[:, :, :1]).all())
+
+    def _is_sdpa(self) -> bool:
+        return self.config._attn_implementation == "sdpa"
 
     def prepare_cache(self, past_key_values: Cache) -> None:
         """Make an empty cache able to hold what this layer's gates remember.
@@ -256,7 +360,6 @@ class GatedAttention(nn.Module):
         self,
         key: Tensor | None,
         value: Tensor | None,
-        gates: Any,
         past_key_values: Cache | None,
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
@@ -270,8 +373,6 @@ class GatedAttention(nn.Module):
             layer = cache.layers[self.layer_idx]
             # an offloaded cache brings back only the layers that are updated
             return layer.keys.to(device), layer.values.to(device)
-        if gates is not None:
-            key, value = self.cct.gate_key_value(key, value, gates.kv)
         key, value = (
             x.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2) for x in (key, value)
         )

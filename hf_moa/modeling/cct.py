@@ -129,11 +129,13 @@ class GatedAttentionControl(nn.Module):
 
     def gate_context(self, context: Tensor, gate: Tensor) -> Tensor:
         """`g_q LN(a)` of `context` `[B, T, heads, dh]`."""
-        gate = gate[..., None, None].to(context.dtype)
+        return self.norm_context(context) * gate[..., None, None].to(context.dtype)
+
+    def norm_context(self, context: Tensor) -> Tensor:
+        """`LN(a)` of `context` `[B, T, heads, dh]`."""
         if not self.joint_context:
-            return self.context_norm(context) * gate
-        normed = self.context_norm(context.flatten(-2))
-        return normed.view(context.shape) * gate
+            return self.context_norm(context)
+        return self.context_norm(context.flatten(-2)).view(context.shape)
 
 
 def sublayer_norm(config, norm: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:

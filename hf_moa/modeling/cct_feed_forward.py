@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .cct import ControlNetwork
 from .cct_costs import feed_forward_cost
+from .token_rows import TokenRows, skips
 
 
 class FeedForwardGate(nn.Module):
@@ -21,6 +22,7 @@ class FeedForwardGate(nn.Module):
         num_splits: M.
         part_cost: multiply-accumulates of one part for one token.
         starts_open: see `ControlNetwork`.
+        execution: "auto", "sparse" or "dense", in eval.
     """
 
     def __init__(
@@ -31,8 +33,10 @@ class FeedForwardGate(nn.Module):
         num_splits: int,
         part_cost: int,
         starts_open: bool,
+        execution: str,
     ):
         super().__init__()
+        self.execution = execution
         self.num_splits = num_splits
         self.part_cost = part_cost
         self.control = ControlNetwork(
@@ -49,6 +53,10 @@ class FeedForwardGate(nn.Module):
         gates = self.control(hidden_states)
         cost = feed_forward_cost(gates, padding_mask, part=self.part_cost)
         return gates, {"ffn_gate": gates, "cost": cost}
+
+    def skips(self, gates: Tensor) -> bool:
+        """Whether this call computes each part's tokens with open gates alone."""
+        return not self.training and skips(self.execution, gates)
 
     def split(self, activation: Tensor, gates: Tensor) -> Tensor:
         """Gate the M slices of a hidden activation `[B, T, ff]`.
@@ -68,6 +76,7 @@ class GatedFeedForward(nn.Module):
         gate: their gates.
         hidden_size: d.
         norm: makes LN for a width.
+        parts_are_rowwise: whether a part computes each token by itself: then it can skip some.
     """
 
     def __init__(
@@ -77,8 +86,10 @@ class GatedFeedForward(nn.Module):
         *,
         hidden_size: int,
         norm: Callable[[int], nn.Module],
+        parts_are_rowwise: bool,
     ):
         super().__init__()
+        self.parts_are_rowwise = parts_are_rowwise
         self.gate = gate
         self.parts = nn.ModuleList(parts)
 
@@ -90,6 +101,8 @@ class GatedFeedForward(nn.Module):
     ) -> tuple[Tensor, dict[str, Any]]:
         """`[B, T, d]` -> `[B, T, d]` and the record; losses are the mean over the parts."""
         gates, record = self.gate(hidden_states, padding_mask)
+        if self.parts_are_rowwise and self.gate.skips(gates):
+            return self._sparse(hidden_states, gates), record | {"losses": {}}
         output = torch.zeros_like(hidden_states)
         losses: dict[str, Tensor] = {}
         modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
@@ -99,3 +112,14 @@ class GatedFeedForward(nn.Module):
             for name, loss in part_record.get("losses", {}).items():
                 losses[name] = losses.get(name, 0.0) + loss / len(self.parts)
         return output, record | {"losses": losses}
+
+    def _sparse(self, hidden_states: Tensor, gates: Tensor) -> Tensor:
+        """The same, of each part's tokens with an open gate."""
+        output = torch.zeros_like(hidden_states)
+        modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
+        for m, (part, input_norm, output_norm) in enumerate(modules):
+            rows = TokenRows(gates[..., m] > 0)
+            if len(rows):
+                y, _ = part(input_norm(rows.gather(hidden_states)), None)
+                output = rows.add(output, output_norm(y))
+        return output

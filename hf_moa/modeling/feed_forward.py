@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +10,9 @@ from transformers.activations import ACT2FN
 
 from .cct import sublayer_norm
 from .cct_feed_forward import FeedForwardGate, GatedFeedForward
+from .linear_slices import input_slice, is_plain, linear_slice
 from .moe import SparseMoeFeedForward
+from .token_rows import TokenRows
 
 
 class DenseFeedForward(nn.Module):
@@ -104,6 +106,7 @@ def build_feed_forward(
         _gate(config, hidden_size, intermediate_size, is_gated),
         hidden_size=hidden_size,
         norm=sublayer_norm(config, norm),
+        parts_are_rowwise=config.ffn_type == "dense",
     )
 
 
@@ -118,26 +121,40 @@ def gated_dense(
     x: Tensor,
     padding_mask: Tensor | None,
     *,
-    hidden: Callable[[Tensor], Tensor],
-    output: Callable[[Tensor], Tensor],
+    up: Sequence[nn.Module],
+    activation: Callable[..., Tensor],
+    down: nn.Module,
     gate: FeedForwardGate | None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """`output(g * hidden(x))` with CCT's gates g on slices of the hidden activation.
+    """`down(g * activation(up_1 x, ...))` with CCT's gates g on slices of the hidden activation.
 
     Args:
         x: `[B, T, d]`.
         padding_mask: `[B, T]` bool, real tokens; None for all.
-        hidden: `[B, T, d]` -> `[B, T, ff]`, the layer's activation.
-        output: `[B, T, ff]` -> `[B, T, d]`.
+        up: linear layers `[B, T, d]` -> `[B, T, ff]`.
+        activation: of all their outputs, to the layer's hidden activation.
+        down: linear layer `[B, T, ff]` -> `[B, T, d]`.
         gate: None leaves the dense layer as it is.
 
     Returns:
         `[B, T, d]` and the record of the gates.
     """
     if gate is None:
-        return output(hidden(x)), {}
+        return down(activation(*(matrix(x) for matrix in up))), {}
     gates, record = gate(x, padding_mask)
-    return output(gate.split(hidden(x), gates)), record
+    if not (gate.skips(gates) and all(map(is_plain, (*up, down)))):
+        return down(gate.split(activation(*(matrix(x) for matrix in up)), gates)), record
+    output = x.new_zeros(x.shape, dtype=down.weight.dtype)
+    if down.bias is not None:
+        output = output + down.bias
+    num_parts = gates.shape[-1]
+    for m in range(num_parts):
+        rows = TokenRows(gates[..., m] > 0)
+        if len(rows):
+            part = rows.gather(x)
+            part = activation(*(linear_slice(matrix, part, m, m + 1, of=num_parts) for matrix in up))
+            output = rows.add(output, input_slice(down, part, m, of=num_parts))
+    return output, record
 
 
 def _gate(config, hidden_size: int, intermediate_size: int, is_gated: bool) -> FeedForwardGate:
@@ -150,4 +167,5 @@ def _gate(config, hidden_size: int, intermediate_size: int, is_gated: bool) -> F
         num_splits=num_splits,
         part_cost=matrices * hidden_size * active * (intermediate_size // num_splits),
         starts_open=not config.cct_sublayer_norm,
+        execution=config.cct_execution,
     )

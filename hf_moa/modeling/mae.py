@@ -28,6 +28,7 @@ from .gate_pooling import last_windowed_means, masked_mean, windowed_mean
 from .multi_head import MultiHead
 from .precision import at_least_float32
 from .process_sum import has_several_processes
+from .token_rows import TokenRows
 
 MAE_PHASES = ("mixture", "gate", "expert")
 EXPERT_SELECTIONS = ("argmax", "random", None)
@@ -197,6 +198,9 @@ class MixtureOfHeads(MultiHead):
             return None, record
         heads = head_weights(chosen, self.kept, num_dropped=self.num_dropped)
         return (heads if self.is_causal else heads.unsqueeze(1)), record
+
+    def take(self, mix: Tensor | None, rows: TokenRows) -> Tensor | None:
+        return None if mix is None else rows.gather(mix.expand(*rows.chosen.shape, -1))
 
     def output(self, linear: nn.Module, context: Tensor, mix: Tensor | None) -> Tensor:
         """`Z = sum_j w_j H_j`: `[B, T, h, dh]` -> `[B, T, d]`."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .gate_cache import Window
 from .routing import ROUTERS, Routing
+from .token_rows import TokenRows
 
 
 class MixtureOfAttentionExperts(nn.Module):
@@ -44,6 +45,10 @@ class MixtureOfAttentionExperts(nn.Module):
         routing = self.router(hidden_states, padding_mask)
         record = {"router_logits": routing.logits, "losses": routing.losses, "load": routing.load}
         return routing, record
+
+    def take(self, mix: Routing, rows: TokenRows) -> Routing:
+        """The routing of some of the tokens: their `index` and `weight` `[1, n, k]`."""
+        return mix._replace(index=rows.gather(mix.index), weight=rows.gather(mix.weight))
 
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Routing) -> Tensor:
         """`[B, T, d]` -> `[B, T, k, dh]`."""

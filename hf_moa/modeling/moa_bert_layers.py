@@ -48,13 +48,11 @@ class MoaBertSelfAttention(GatedAttention):
         self.key = nn.Linear(hidden_size, self.num_kv_heads * head_dim)
         self.value = nn.Linear(hidden_size, self.num_kv_heads * head_dim)
 
-    def project(
-        self, hidden_states: Tensor, source: Tensor | None, mix: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        query = self.mixture.query(self.query, hidden_states, mix)
-        if source is None:
-            return query, None, None
-        return query, self.key(source), self.value(source)
+    def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
+        return self.mixture.query(self.query, hidden_states, mix)
+
+    def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        return self.key(source), self.value(source)
 
 
 class MoaBertSublayerOutput(nn.Module):
@@ -105,7 +103,7 @@ class MoaBertAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, dict[str, Any]]:
         result: AttentionResult = self.self(self.output.before(hidden_states), *args, **kwargs)
-        update = self.self.mixture.output(self.output.dense, result.context, result.mix)
+        update = self.self.update(self.output.dense, result)
         return self.output.after(update, hidden_states), result.record
 
 
@@ -199,8 +197,9 @@ class MoaBertLayer(GradientCheckpointingLayer):
             update, record = gated_dense(
                 x,
                 padding_mask,
-                hidden=self.intermediate,
-                output=self.output.dense,
+                up=[self.intermediate.dense],
+                activation=self.intermediate.intermediate_act_fn,
+                down=self.output.dense,
                 gate=self.feed_forward_gate,
             )
         return self.output.after(update, hidden_states), record

@@ -18,6 +18,7 @@ from .configuration_moa_gpt2 import MoaGPT2Config
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import build_feed_forward, build_feed_forward_gate, gated_dense
 from .gate_step import only_gates_learn_in_gate_phase
+from .linear_slices import linear_slice
 
 
 class MoaGPT2Attention(GatedAttention):
@@ -60,22 +61,30 @@ class MoaGPT2Attention(GatedAttention):
             self.c_proj = Conv1D(d, d)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
 
+    def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
+        if self.is_fused:
+            query = linear_slice(self.c_attn, hidden_states, 0, 1, of=3)
+            return query.unflatten(-1, (-1, self.head_dim))
+        return self.mixture.query(self.q_attn, hidden_states, mix)
+
+    def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        if self.is_fused:
+            return linear_slice(self.c_attn, source, 1, 3, of=3).chunk(2, dim=-1)
+        return self.c_attn(source).chunk(2, dim=-1)
+
     def project(
         self, hidden_states: Tensor, source: Tensor | None, mix: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if self.is_fused:
-            query, key, value = self.c_attn(hidden_states).chunk(3, dim=-1)
-            return query.unflatten(-1, (-1, self.head_dim)), key, value
-        query = self.mixture.query(self.q_attn, hidden_states, mix)
-        if source is None:
-            return query, None, None
-        return query, *self.c_attn(source).chunk(2, dim=-1)
+        if not self.is_fused:
+            return super().project(hidden_states, source, mix)
+        query, key, value = self.c_attn(hidden_states).chunk(3, dim=-1)
+        return query.unflatten(-1, (-1, self.head_dim)), key, value
 
     def forward(
         self, hidden_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
         result = super().forward(hidden_states, *args, **kwargs)
-        update = self.mixture.output(self.c_proj, result.context, result.mix)
+        update = self.update(self.c_proj, result)
         return self.resid_dropout(update), result.attentions, result.record
 
     def attention_function(self) -> Callable:
@@ -117,11 +126,13 @@ class MoaGPT2MLP(GPT2MLP):
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         return gated_dense(
-            hidden_states, padding_mask, hidden=self._hidden, output=self.c_proj, gate=self.gate
+            hidden_states,
+            padding_mask,
+            up=[self.c_fc],
+            activation=self.act,
+            down=self.c_proj,
+            gate=self.gate,
         )
-
-    def _hidden(self, x: Tensor) -> Tensor:
-        return self.act(self.c_fc(x))
 
 
 class MoaGPT2Block(GradientCheckpointingLayer):

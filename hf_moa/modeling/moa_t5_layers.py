@@ -70,13 +70,11 @@ class MoaT5Attention(GatedAttention):
                 config.relative_attention_num_buckets, num_biases
             )
 
-    def project(
-        self, hidden_states: Tensor, source: Tensor | None, mix: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        query = self.mixture.query(self.q, hidden_states, mix)
-        if source is None:
-            return query, None, None
-        return query, self.k(source), self.v(source)
+    def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
+        return self.mixture.query(self.q, hidden_states, mix)
+
+    def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        return self.k(source), self.v(source)
 
     def forward(
         self,
@@ -97,7 +95,7 @@ class MoaT5Attention(GatedAttention):
             past_key_values=past_key_values,
             **kwargs,
         )
-        update = self.mixture.output(self.o, result.context, result.mix)
+        update = self.update(self.o, result)
         return update, result.attentions, result.record, position_bias
 
     def _position_bias(self, hidden_states: Tensor, past_key_values: Cache | None) -> Tensor:
@@ -169,29 +167,35 @@ class _GatedDense:
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         return gated_dense(
-            hidden_states, padding_mask, hidden=self._hidden, output=self._output, gate=self.gate
+            hidden_states,
+            padding_mask,
+            up=self._up(),
+            activation=self._activation,
+            down=self.wo,
+            gate=self.gate,
         )
 
-    def _output(self, activation: Tensor) -> Tensor:
+    def _activation(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        activation = self.act(x) if factor is None else self.act(x) * factor
         # `wo` stays float32 where the model is float16
         activation = self.dropout(activation)
         if self.wo.weight.dtype not in (activation.dtype, torch.int8):
             activation = activation.to(self.wo.weight.dtype)
-        return self.wo(activation)
+        return activation
 
 
 class MoaT5DenseActDense(_GatedDense, T5DenseActDense):
     """`wo act(wi x)`."""
 
-    def _hidden(self, x: Tensor) -> Tensor:
-        return self.act(self.wi(x))
+    def _up(self) -> list[nn.Module]:
+        return [self.wi]
 
 
 class MoaT5DenseGatedActDense(_GatedDense, T5DenseGatedActDense):
     """`wo (act(wi_0 x) * wi_1 x)`."""
 
-    def _hidden(self, x: Tensor) -> Tensor:
-        return self.act(self.wi_0(x)) * self.wi_1(x)
+    def _up(self) -> list[nn.Module]:
+        return [self.wi_0, self.wi_1]
 
 
 class MoaT5LayerFF(nn.Module):

@@ -7,14 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from .gate_cache import Window
+from .token_rows import TokenRows
 
 
 class MultiHead(nn.Module):
     """h heads, concatenated.
 
-    Its members are what `GatedAttention` asks of every mixture: `route` decides, `query` makes the
-    heads' queries, `position_bias` the bias of their scores, `output` the layer's output of their
-    contexts; `remembers` says whether `route` needs earlier inputs, `window` how many.
+    Its members are what `GatedAttention` asks of every mixture: `route` decides, `take` is the decision
+    for some of the tokens, `query` makes the heads' queries, `position_bias` the bias of their scores,
+    `output` the layer's output of their contexts; `remembers` says whether `route` needs earlier inputs,
+    `window` how many.
 
     Args:
         num_heads: h.
@@ -34,6 +36,10 @@ class MultiHead(nn.Module):
     ) -> tuple[Any, dict]:
         """The decision for `[B, T, d]` (nothing here), and a record of named tensors."""
         return None, {}
+
+    def take(self, mix: Any, rows: TokenRows) -> Any:
+        """The decision for some of the tokens, as if they were a batch `[1, n, d]`."""
+        return mix
 
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Any) -> Tensor:
         """`[B, T, d]` -> `[B, T, h, dh]`."""

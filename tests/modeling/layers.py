@@ -57,18 +57,19 @@ class Layer:
         seen = keys[:, None, :].expand(-1, x.shape[1], -1)
         if self.core.is_causal:
             seen = seen & torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        zeros = torch.zeros(seen.shape, dtype=torch.float64)
-        additive = zeros.masked_fill(~seen, torch.finfo(torch.float64).min).unsqueeze(1)
+        attention_mask = seen.unsqueeze(1)
+        if self.core.config._attn_implementation == "eager":
+            zeros = torch.zeros(attention_mask.shape, dtype=torch.float64)
+            attention_mask = zeros.masked_fill(~attention_mask, torch.finfo(torch.float64).min)
         result = self.core(
             x,
-            additive,
+            attention_mask,
             encoder_hidden_states=source,
             padding_mask=mask,
             encoder_padding_mask=source_mask,
         )
         if self.backbone.startswith("bert"):
-            dense = self.module.output.dense
-            return self.core.mixture.output(dense, result.context, result.mix), result.record
+            return self.core.update(self.module.output.dense, result), result.record
         return result[0], result[2]
 
 
@@ -81,7 +82,7 @@ def attention_layer(backbone: str, *, cross: bool = False, seed: int = 0, **fiel
         fields["is_decoder"] = True
         if name == "bert":
             fields["add_cross_attention"] = cross
-    config = family.config(attn_implementation="eager", **family.no_dropout | fields)
+    config = family.config(**{"attn_implementation": "eager"} | family.no_dropout | fields)
     if name == "bert":
         module = MoaBertAttention(config, layer_idx=0, is_cross_attention=cross)
         core = module.self

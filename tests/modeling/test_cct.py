@@ -46,11 +46,26 @@ def cct_layer(backbone="bert", *, cross=False, sublayer_norm=True, **fields):
     )
 
 
+# training is dense; in eval, each execution with each implementation is the same function
+ways = pytest.mark.parametrize(
+    ("training", "execution", "implementation"),
+    [
+        (True, "sparse", "eager"),
+        (True, "sparse", "sdpa"),
+        (False, "dense", "eager"),
+        (False, "dense", "sdpa"),
+        (False, "sparse", "eager"),
+        (False, "sparse", "sdpa"),
+    ],
+)
+
+
 @pytest.mark.parametrize("sublayer_norm", [True, False], ids=["norms", "plain"])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@ways
 @each_backbone
-def test_attention_equals_the_paper(backbone, training, sublayer_norm):
-    layer = cct_layer(backbone, sublayer_norm=sublayer_norm).train(training)
+def test_attention_equals_the_paper(backbone, training, execution, implementation, sublayer_norm):
+    fields = {"cct_execution": execution, "attn_implementation": implementation}
+    layer = cct_layer(backbone, sublayer_norm=sublayer_norm, **fields).train(training)
     x, mask = hidden()
     actual, record = layer(x, mask)
     expected = cct_attention(layer.core, layer.weights, x, mask)
@@ -60,10 +75,11 @@ def test_attention_equals_the_paper(backbone, training, sublayer_norm):
             assert 0 < gate[mask].mean() < 1
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@ways
 @pytest.mark.parametrize("backbone", ["bert-decoder", "gpt2", "t5-decoder"])
-def test_cross_attention_equals_the_paper(backbone, training):
-    layer = cct_layer(backbone, cross=True).train(training)
+def test_cross_attention_equals_the_paper(backbone, training, execution, implementation):
+    fields = {"cct_execution": execution, "attn_implementation": implementation}
+    layer = cct_layer(backbone, cross=True, **fields).train(training)
     x, mask = hidden()
     source, source_mask = hidden(length=5, seed=3)
     actual, record = layer(x, mask, source, source_mask)
@@ -73,9 +89,10 @@ def test_cross_attention_equals_the_paper(backbone, training):
         assert 0 < record["kv_gate"][source_mask].mean() < 1
 
 
+@pytest.mark.parametrize("execution", ["dense", "sparse"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_feed_forward_with_norms_is_the_gated_sum_of_its_parts(training):
-    config = cct_config()
+def test_feed_forward_with_norms_is_the_gated_sum_of_its_parts(training, execution):
+    config = cct_config(cct_execution=execution)
     layer = build_feed_forward(
         config, hidden_size=32, intermediate_size=48, activation="gelu", norm=torch.nn.LayerNorm
     )
@@ -92,9 +109,11 @@ def test_feed_forward_with_norms_is_the_gated_sum_of_its_parts(training):
     assert record["ffn_gate"].shape == (3, 7, 4)
 
 
+@pytest.mark.parametrize("execution", ["dense", "sparse"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_plain_feed_forward_gates_slices_of_the_dense_layer(training):
-    layer = MoaBertLayer(cct_config(sublayer_norm=False), layer_idx=0).double()
+def test_plain_feed_forward_gates_slices_of_the_dense_layer(training, execution):
+    config = cct_config(sublayer_norm=False, cct_execution=execution)
+    layer = MoaBertLayer(config, layer_idx=0).double()
     layer = randomize(layer, seed=1).train(training)
     x, mask = hidden()
     actual, _ = layer._feed_forward(x, mask)

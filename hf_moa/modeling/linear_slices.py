@@ -1,0 +1,38 @@
+"""Parts of a backbone's matrices: some of the outputs of a linear layer, or some of its inputs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a linear layer is what its weight says: no adapter, quantisation, hook or offloading."""
+    if type(module) not in (nn.Linear, Conv1D) or hasattr(module, "_hf_hook"):
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def linear_slice(module: nn.Module, x: Tensor, first: int, last: int, *, of: int) -> Tensor:
+    """The outputs of `module` from part `first` to before part `last`, if it had `of` parts.
+
+    `[..., in]` -> `[..., (last - first) / of * out]`. Of a layer that is not plain, all is computed.
+    """
+    if not is_plain(module):
+        y = module(x)
+        size = y.shape[-1] // of
+        return y[..., first * size : last * size]
+    size = module.weight.shape[1 if isinstance(module, Conv1D) else 0] // of
+    columns = slice(first * size, last * size)
+    bias = None if module.bias is None else module.bias[columns]
+    weight = module.weight[:, columns].t() if isinstance(module, Conv1D) else module.weight[columns]
+    return nn.functional.linear(x, weight, bias)
+
+
+def input_slice(module: nn.Module, x: Tensor, part: int, *, of: int) -> Tensor:
+    """What one of `of` parts of the inputs adds to the output of a plain `module`, its bias aside:
+    `[..., in / of]` -> `[..., out]`."""
+    size = x.shape[-1]
+    rows = slice(part * size, (part + 1) * size)
+    weight = module.weight[rows].t() if isinstance(module, Conv1D) else module.weight[:, rows]
+    return nn.functional.linear(x, weight)

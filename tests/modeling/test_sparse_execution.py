@@ -1,0 +1,166 @@
+"""CCT's sparse execution is the dense one, faster: the same function for every model and cache."""
+
+import pytest
+import torch
+from families import LANGUAGE_MODELS
+
+from hf_moa.modeling import token_rows
+from hf_moa.modeling.linear_slices import input_slice, is_plain, linear_slice
+from hf_moa.modeling.skipped_keys import visible_keys
+from hf_moa.modeling.token_rows import TokenRows
+
+each_gated_variant = pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        pytest.param(case, fields, id=f"{case.family.name}-{name}")
+        for case in LANGUAGE_MODELS
+        for name, fields in case.family.variants.items()
+        if "cct_budgets" in fields
+    ],
+)
+
+
+def build(case, execution, **fields):
+    return case.build(cct_execution=execution, **fields).double()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padding", ["right", "left", "none"])
+@each_gated_variant
+def test_sparse_equals_dense(case, fields, padding, implementation):
+    inputs = case.inputs()
+    if padding == "left":
+        inputs = {k: v.flip(1) if k in ("input_ids", "attention_mask") else v for k, v in inputs.items()}
+    elif padding == "none":
+        del inputs["attention_mask"]
+    outputs = []
+    for execution in ("dense", "sparse"):
+        model = build(case, execution, attn_implementation=implementation, **fields)
+        outputs.append(model(**inputs, output_hidden_states=True, output_cct_gates=True))
+    dense, sparse = outputs
+    fraction = dense.compute_fraction
+    assert (fraction < 0.95).any()  # else there is nothing to skip
+    real = ... if case.family.name == "t5" or padding == "none" else inputs["attention_mask"].bool()
+    torch.testing.assert_close(sparse.logits[real], dense.logits[real], atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(sparse.compute_fraction, fraction)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    "case", [c for c in LANGUAGE_MODELS if c.family.name != "bert"], ids=lambda c: c.family.name
+)
+def test_generation_is_the_same(case, cache, num_beams):
+    inputs = case.inputs()
+    inputs.pop("decoder_input_ids", None)
+    if case.family.name == "gpt2":
+        inputs = {k: v.flip(1) for k, v in inputs.items()}  # padding on the left
+    results = []
+    for execution in ("dense", "sparse"):
+        model = build(case, execution, cct_budgets=[1, 0.5])
+        results.append(
+            model.generate(
+                **inputs,
+                max_new_tokens=6,
+                do_sample=False,
+                num_beams=num_beams,
+                cache_implementation=cache,
+                eos_token_id=None,
+            )
+        )
+    assert torch.equal(*results)
+
+
+@each_gated_variant
+def test_gradients_are_the_same(case, fields):
+    inputs, gradients = case.inputs(), []
+    for execution in ("dense", "sparse"):
+        model = build(case, execution, **fields)
+        model(**inputs).logits[
+            inputs["attention_mask"].bool() if case.family.name != "t5" else ...
+        ].sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    dense, sparse = gradients
+    for name, gradient in sparse.items():
+        torch.testing.assert_close(gradient, dense[name], atol=1e-8, rtol=1e-8, msg=name)
+    for name in dense.keys() - sparse.keys():
+        assert not dense[name].any(), name
+
+
+@pytest.mark.parametrize("open_gates", [0.0, 1.0])
+@pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda c: c.family.name)
+def test_all_closed_and_all_open(case, open_gates, monkeypatch):
+    monkeypatch.setattr(
+        "hf_moa.modeling.cct.ControlNetwork.forward",
+        lambda self, x: x.new_full((*x.shape[:-1], self.out.out_features), open_gates),
+    )
+    inputs = case.inputs()
+    logits = []
+    for execution in ("dense", "sparse"):
+        model = build(case, execution, cct_budgets=[1, 0.5], cct_sublayer_norm=False)
+        logits.append(model(**inputs).logits)
+        assert logits[-1].isfinite().all()
+    real = ... if case.family.name == "t5" else inputs["attention_mask"].bool()
+    torch.testing.assert_close(logits[1][real], logits[0][real], atol=1e-9, rtol=1e-9)
+
+
+def test_auto_skips_where_enough_is_closed():
+    gates = torch.zeros(2, 10)
+    assert token_rows.skips("auto", gates)
+    assert not token_rows.skips("auto", torch.ones(2, 10))
+    assert not token_rows.skips("auto", gates.to("meta"))
+    assert not token_rows.skips("dense", gates)
+    assert token_rows.skips("sparse", torch.ones(2, 10))
+
+
+def test_training_is_dense(monkeypatch):
+    monkeypatch.setattr("hf_moa.modeling.token_rows.TokenRows.__init__", None)
+    case = LANGUAGE_MODELS[0]
+    build(case, "sparse", cct_budgets=[1, 0.5]).train()(**case.inputs())
+
+
+def test_rows_are_put_back():
+    chosen = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
+    rows = TokenRows(chosen)
+    x = torch.randn(3, 4, 5)
+    taken = rows.gather(x)
+    torch.testing.assert_close(rows.scatter(taken), x * chosen.unsqueeze(-1), atol=0, rtol=0)
+    fill = torch.arange(5.0)
+    expected = torch.where(chosen.unsqueeze(-1), x, fill)
+    torch.testing.assert_close(rows.scatter(taken, fill), expected, atol=0, rtol=0)
+    padded = rows.pad(taken)
+    assert padded.shape == (3, 3, 5)
+    assert not padded[1].any()
+    torch.testing.assert_close(padded[2, 0], x[2, 1])
+    torch.testing.assert_close(rows.unpad(padded), taken)
+    assert len(rows) == 4
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_slices_add_up_to_the_layer(kind):
+    from transformers.pytorch_utils import Conv1D
+
+    module = torch.nn.Linear(6, 12) if kind == "linear" else Conv1D(12, 6)
+    torch.nn.init.normal_(module.bias)
+    x, y = torch.randn(2, 3, 6), None
+    parts = [linear_slice(module, x, m, m + 1, of=4) for m in range(4)]
+    torch.testing.assert_close(torch.cat(parts, dim=-1), module(x))
+    wrapped = torch.nn.Sequential(module)  # as an adapter would
+    assert is_plain(module)
+    assert not is_plain(wrapped)
+    y = linear_slice(wrapped, x, 1, 3, of=4)
+    torch.testing.assert_close(y, torch.cat(parts[1:3], dim=-1))
+    total = sum(input_slice(module, part, m, of=3) for m, part in enumerate(x.chunk(3, dim=-1)))
+    torch.testing.assert_close(total + module.bias, module(x))
+
+
+def test_masks_that_are_not_simple_are_left_alone():
+    mask = torch.ones(2, 1, 3, 3, dtype=torch.bool)
+    found = visible_keys(mask, None, batch=2, length=3, causal=False)
+    assert found.tolist() == [[True] * 3] * 2
+    mask[1, 0, 2, 1] = False  # one query sees less
+    assert visible_keys(mask, None, batch=2, length=3, causal=False) is None
+    real = torch.ones(2, 3, dtype=torch.bool)
+    causal = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
+    assert visible_keys(causal, real, batch=2, length=3, causal=True) is real
+    assert visible_keys(mask, real, batch=2, length=3, causal=True) is None
