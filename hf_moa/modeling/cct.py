@@ -124,18 +124,24 @@ class GatedAttentionControl(nn.Module):
 
     def gate_key_value(self, key: Tensor, value: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
         """`g_kv LN(.)` of `key` and `value` `[B, S, kv_size]`."""
-        gate = gate.unsqueeze(-1).to(key.dtype)
-        return self.key_norm(key) * gate, self.value_norm(value) * gate
+        gate = gate.unsqueeze(-1)
+        return gated(self.key_norm(key), gate), gated(self.value_norm(value), gate)
 
     def gate_context(self, context: Tensor, gate: Tensor) -> Tensor:
         """`g_q LN(a)` of `context` `[B, T, heads, dh]`."""
-        return self.norm_context(context) * gate[..., None, None].to(context.dtype)
+        return gated(self.norm_context(context), gate[..., None, None])
 
     def norm_context(self, context: Tensor) -> Tensor:
         """`LN(a)` of `context` `[B, T, heads, dh]`."""
         if not self.joint_context:
             return self.context_norm(context)
         return self.context_norm(context.flatten(-2)).view(context.shape)
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """`x * gate`; in inference in place, since a new tensor costs a CPU more than the product."""
+    gate = gate.to(x.dtype)
+    return x * gate if torch.is_grad_enabled() else x.mul_(gate)
 
 
 def sublayer_norm(config, norm: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:

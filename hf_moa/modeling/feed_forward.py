@@ -144,16 +144,15 @@ def gated_dense(
     gates, record = gate(x, padding_mask)
     if not (gate.skips(gates) and all(map(is_plain, (*up, down)))):
         return down(gate.split(activation(*(matrix(x) for matrix in up)), gates)), record
-    output = x.new_zeros(x.shape, dtype=down.weight.dtype)
-    if down.bias is not None:
-        output = output + down.bias
+    bias = down.weight.new_zeros(()) if down.bias is None else down.bias
+    output = bias.expand(x.shape).clone()
     num_parts = gates.shape[-1]
     for m in range(num_parts):
         rows = TokenRows(gates[..., m] > 0)
         if len(rows):
             part = rows.gather(x)
             part = activation(*(linear_slice(matrix, part, m, m + 1, of=num_parts) for matrix in up))
-            output = rows.add(output, input_slice(down, part, m, of=num_parts))
+            rows.add_to(output, input_slice(down, part, m, of=num_parts))
     return output, record
 
 

@@ -70,9 +70,7 @@ def attend_among_rows(
     heads = query.shape[2]
     # shape: (B, heads, most queries, dh), (B, kv_heads, most keys + 1, dh)
     query = query_rows.pad(query).transpose(1, 2)
-    key, value = (
-        nn.functional.pad(key_rows.pad(x), (0, 0, 0, 0, 0, 1)).transpose(1, 2) for x in (key, value)
-    )
+    key, value = (key_rows.pad(x, more=1).transpose(1, 2) for x in (key, value))
     dtype = torch.promote_types(query.dtype, torch.float32)
     bias = _bias(query_rows, key_rows, visible.to(dtype), causal=causal).to(query.dtype).unsqueeze(1)
     if key.shape[1] == 1 and heads > 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
 # Share of open gates above which gathering costs a CPU more than it saves.
-_LARGEST_SHARE = 0.85
+_LARGEST_SHARE = 0.95
 
 
 def skips(execution: str, *gates: Tensor) -> bool:
@@ -59,13 +59,12 @@ class TokenRows:
         """`[n]`, the position of each in its sequence."""
         return self.index % self.chosen.shape[1]
 
-    @cached_property
-    def _slots(self) -> Tensor:
-        """`[n]`, where each stands in a flattened `[B, most]`."""
+    def _slots(self, size: int) -> Tensor:
+        """`[n]`, where each stands in a flattened `[B, size]`."""
         batch = self.index // self.chosen.shape[1]
         first = self.counts.cumsum(0) - self.counts
         rank = torch.arange(len(self.index), device=self.index.device) - first[batch]
-        return batch * self.most + rank
+        return batch * size + rank
 
     def gather(self, x: Tensor) -> Tensor:
         """`[B, T, ...]` -> `[1, n, ...]`."""
@@ -75,17 +74,20 @@ class TokenRows:
         """`[1, n, ...]` -> `[B, T, ...]`; all other tokens get `fill`, or zero."""
         shape = (self.chosen.numel(), *rows.shape[2:])
         full = rows.new_zeros(shape) if fill is None else fill.to(rows.dtype).expand(shape).clone()
-        return full.index_copy(0, self.index, rows.squeeze(0)).unflatten(0, self.chosen.shape)
+        return full.index_copy_(0, self.index, rows.squeeze(0)).unflatten(0, self.chosen.shape)
 
-    def add(self, full: Tensor, rows: Tensor) -> Tensor:
-        """`[B, T, ...]` with the rows `[1, n, ...]` added where they belong."""
-        return full.flatten(0, 1).index_add(0, self.index, rows.squeeze(0)).view(full.shape)
+    def add_to(self, full: Tensor, rows: Tensor) -> None:
+        """Add the rows `[1, n, ...]` where they belong in `full` `[B, T, ...]`, which changes."""
+        full.view(-1, *full.shape[2:]).index_add_(0, self.index, rows.squeeze(0))
 
-    def pad(self, rows: Tensor) -> Tensor:
-        """`[1, n, ...]` -> `[B, most, ...]`: each sequence's rows, and zeros behind them."""
-        full = rows.new_zeros(len(self.chosen) * self.most, *rows.shape[2:])
-        return full.index_copy(0, self._slots, rows.squeeze(0)).unflatten(0, (-1, self.most))
+    def pad(self, rows: Tensor, *, more: int = 0) -> Tensor:
+        """`[1, n, ...]` -> `[B, most + more, ...]`: each sequence's rows, and zeros behind them."""
+        size = self.most + more
+        full = rows.new_zeros(len(self.chosen) * size, *rows.shape[2:])
+        full.index_copy_(0, self._slots(size), rows.squeeze(0))
+        return full.unflatten(0, (-1, size))
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """`[B, most, ...]` -> `[1, n, ...]`."""
-        return padded.flatten(0, 1).index_select(0, self._slots).unsqueeze(0)
+        """`[B, size, ...]` -> `[1, n, ...]`."""
+        slots = self._slots(padded.shape[1])
+        return padded.flatten(0, 1).index_select(0, slots).unsqueeze(0)
