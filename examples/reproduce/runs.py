@@ -6,7 +6,6 @@ stand in the file already is skipped.
 
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 import transformers
 from tqdm.auto import tqdm
+
+from hf_moa.environment import processor_name
 
 Settings = dict[str, Any]
 
@@ -76,18 +77,9 @@ def carry_out(
 
 def describe_machine() -> str:
     return (
-        f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads, "
+        f"{processor_name()}, {torch.get_num_threads()} of {os.cpu_count()} threads, "
         f"torch {torch.__version__}, transformers {transformers.__version__}"
     )
-
-
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; elsewhere the name may be an empty string
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(names), platform.processor() or platform.machine())
 
 
 def mean_and_deviation(values: Iterable[float]) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from transformers.utils.import_utils import is_tracing
 from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
 from .cct_costs import AttentionCost, used_and_full
 from .gate_cache import Window, gated_layer
+from .linear_slices import is_plain
 from .mae import MixtureOfHeads
 from .moa import MixtureOfAttentionExperts
 from .multi_head import MultiHead
@@ -138,7 +139,14 @@ class GatedAttention(nn.Module):
     def update(self, linear: nn.Module, result: AttentionResult) -> Tensor:
         """What the layer adds to the stream, `[B, T, d]`: `linear` is its output projection."""
         update = self.mixture.output(linear, result.context, result.mix)
-        return update if result.rows is None else result.rows.scatter(update, linear.bias)
+        if result.rows is None:
+            return update
+        if is_plain(linear):
+            return result.rows.scatter(update, linear.bias)
+        # a bias that may be wrapped, or elsewhere: what the projection makes of nothing
+        nothing = result.context.new_zeros(1, 1, *result.context.shape[2:])
+        fill = self.mixture.output(linear, nothing, self.mixture.no_mix(result.mix))
+        return result.rows.scatter(update, fill.flatten())
 
     def forward(
         self,
@@ -219,30 +227,30 @@ class GatedAttention(nn.Module):
         query = self.project_query(query_rows.gather(hidden_states), row_mix)
         attentions = key = value = visible = None
         if source is not None:
-            if past_key_values is None and position_bias is None and self._is_sdpa():
-                batch, length = source.shape[:2]
-                visible = visible_keys(
-                    attention_mask, kv_mask, batch=batch, length=length, causal=self.is_causal
-                )
+            if position_bias is None and self._is_sdpa():
+                visible = self._visible_keys(attention_mask, kv_mask, source, past_key_values)
             key_rows = TokenRows(gates.kv > 0 if visible is None else (gates.kv > 0) & visible)
             key, value = self.project_key_value(key_rows.gather(source))
             key, value = self.cct.key_norm(key), self.cct.value_norm(value)
         if visible is not None:
-            key, value = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (key, value))
+            row_key, row_value = (
+                x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (key, value)
+            )
             context = attend_among_rows(
                 query,
-                key,
-                value,
+                row_key,
+                row_value,
                 query_rows=query_rows,
                 key_rows=key_rows,
                 visible=visible,
                 causal=self.is_causal,
                 scaling=self.scaling,
             )
-        else:
-            if key is not None:
-                key, value = key_rows.scatter(key), key_rows.scatter(value)
+        if key is not None and (visible is None or past_key_values is not None):
+            key, value = key_rows.scatter(key), key_rows.scatter(value)
+        if visible is None or past_key_values is not None:
             key, value = self._key_value(key, value, past_key_values, hidden_states.device)
+        if visible is None:
             context, attentions = self._attend(
                 query_rows.scatter(query), key, value, attention_mask, position_bias, mix, **kwargs
             )
@@ -312,6 +320,27 @@ class GatedAttention(nn.Module):
         if attention_mask.device.type != "cpu" or is_tracing(attention_mask):
             return False
         return bool((attention_mask == attention_mask[:, :, :1]).all())
+
+    def _visible_keys(
+        self,
+        attention_mask: Tensor | None,
+        kv_mask: Tensor | None,
+        source: Tensor,
+        past_key_values: Cache | None,
+    ) -> Tensor | None:
+        """`visible_keys`, where these are all the keys there are: none is in the cache, and none that is
+        put there is left out now."""
+        if past_key_values is not None and not self.is_cross_attention:
+            layer = gated_layer(past_key_values, self.layer_idx)
+            if layer.is_initialized and int(layer.get_seq_length()) > 0:
+                return None
+        batch, length = source.shape[:2]
+        visible = visible_keys(
+            attention_mask, kv_mask, batch=batch, length=length, causal=self.is_causal
+        )
+        if visible is None or past_key_values is None or bool(visible.all()):
+            return visible
+        return None
 
     def _is_sdpa(self) -> bool:
         return self.config._attn_implementation == "sdpa"

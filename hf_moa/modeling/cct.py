@@ -49,7 +49,7 @@ class ControlNetwork(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         logits = self.out(torch.relu(self.dense(hidden_states)))
         if not self.training:
-            return (logits >= 0).to(logits.dtype)
+            return (~(logits < 0)).to(logits.dtype)  # NaN is not skipped: the result says it
         noise = torch.randn_like(logits) * self.noise_scale.to(logits.dtype)
         return torch.sigmoid(logits + noise)
 

@@ -115,11 +115,13 @@ class GatedFeedForward(nn.Module):
 
     def _sparse(self, hidden_states: Tensor, gates: Tensor) -> Tensor:
         """The same, of each part's tokens with an open gate."""
-        output = torch.zeros_like(hidden_states)
+        output = None
         modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
         for m, (part, input_norm, output_norm) in enumerate(modules):
             rows = TokenRows(gates[..., m] > 0)
             if len(rows):
-                y, _ = part(input_norm(rows.gather(hidden_states)), None)
-                rows.add_to(output, output_norm(y))
-        return output
+                y = output_norm(part(input_norm(rows.gather(hidden_states)), None)[0])
+                if output is None:  # a part may compute in another dtype than its inputs'
+                    output = y.new_zeros(hidden_states.shape)
+                rows.add_to(output, y)
+        return torch.zeros_like(hidden_states) if output is None else output

@@ -50,6 +50,11 @@ class MixtureOfAttentionExperts(nn.Module):
         """The routing of some of the tokens: their `index` and `weight` `[1, n, k]`."""
         return mix._replace(index=rows.gather(mix.index), weight=rows.gather(mix.weight))
 
+    def no_mix(self, mix: Routing) -> Routing:
+        """A routing for one token whose context is zero."""
+        shape = (1, 1, mix.index.shape[-1])
+        return mix._replace(index=mix.index.new_zeros(shape), weight=mix.weight.new_zeros(shape))
+
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Routing) -> Tensor:
         """`[B, T, d]` -> `[B, T, k, dh]`."""
         return linear(hidden_states, mix.index)

@@ -14,9 +14,9 @@ class MultiHead(nn.Module):
     """h heads, concatenated.
 
     Its members are what `GatedAttention` asks of every mixture: `route` decides, `take` is the decision
-    for some of the tokens, `query` makes the heads' queries, `position_bias` the bias of their scores,
-    `output` the layer's output of their contexts; `remembers` says whether `route` needs earlier inputs,
-    `window` how many.
+    for some of the tokens (`no_mix` for one without a context), `query` makes the heads' queries,
+    `position_bias` the bias of their scores, `output` the layer's output of their contexts; `remembers`
+    says whether `route` needs earlier inputs, `window` how many.
 
     Args:
         num_heads: h.
@@ -40,6 +40,10 @@ class MultiHead(nn.Module):
     def take(self, mix: Any, rows: TokenRows) -> Any:
         """The decision for some of the tokens, as if they were a batch `[1, n, d]`."""
         return mix
+
+    def no_mix(self, mix: Any) -> Any:
+        """A decision for one token whose context is zero, `[1, 1, h, dh]`."""
+        return None
 
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Any) -> Tensor:
         """`[B, T, d]` -> `[B, T, h, dh]`."""

@@ -21,7 +21,11 @@ def test_offloaded_model_computes_the_same(case, name, where, tmp_path):
         cpu_offload(model, execution_device=torch.device("cpu"))
     else:
         disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
-    assert torch.equal(model(**inputs).logits, expected)
+    actual = model(**inputs).logits
+    if model.config.has_cct:  # which takes parts of modules that are at hand, and others whole
+        torch.testing.assert_close(actual, expected)
+    else:
+        assert torch.equal(actual, expected)
 
 
 @each_class

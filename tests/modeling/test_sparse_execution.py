@@ -164,3 +164,17 @@ def test_masks_that_are_not_simple_are_left_alone():
     causal = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
     assert visible_keys(causal, real, batch=2, length=3, causal=True) is real
     assert visible_keys(mask, real, batch=2, length=3, causal=True) is None
+
+
+def test_nan_is_not_skipped():
+    case = LANGUAGE_MODELS[0]
+    model = build(case, "sparse", cct_budgets=[1, 0.5])
+    inputs = case.inputs()
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    expected = model(inputs_embeds=embeds, **inputs).logits
+    embeds[1, 2] = float("nan")
+    actual = model(inputs_embeds=embeds, **inputs).logits
+    assert actual[1, 2].isnan().all()
+    real = inputs["attention_mask"].bool()
+    real[1] = False
+    torch.testing.assert_close(actual[real], expected[real], atol=1e-9, rtol=1e-9)

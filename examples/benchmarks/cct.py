@@ -1,0 +1,66 @@
+"""CCT: what skipping saves, on whole encoders whose gates are open at random."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from layers import forward
+from tables import Table
+from timing import compare
+from torch import nn
+from transformers import BertConfig, BertModel
+
+from hf_moa import MoaBertConfig, MoaBertModel
+from hf_moa.modeling.cct import ControlNetwork
+from hf_moa.modeling.cct_feed_forward import FeedForwardGate
+
+SIZES = ((384, 12), (768, 12))  # d, h
+BATCHES = (8, 32)
+SHARES = (1.0, 0.8, 0.5, 0.33, 0.2, 0.1)
+
+
+def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
+    """6 layers, 128 tokens. Control networks are computed, and their decisions replaced."""
+    for hidden_size, heads in SIZES:
+        sizes = {
+            "hidden_size": hidden_size,
+            "num_attention_heads": heads,
+            "intermediate_size": 4 * hidden_size,
+            "num_hidden_layers": 6,
+            "vocab_size": 1000,
+        }
+        plain = BertModel(BertConfig(**sizes)).to(dtype)
+        gated = MoaBertModel(MoaBertConfig(cct_budgets=[1, 0.5], cct_sublayer_norm=False, **sizes)).to(
+            dtype
+        )
+        for batch in BATCHES:
+            ids = torch.randint(0, 1000, (batch, 128))
+            for share in SHARES:
+                candidates: dict[str, Callable] = {"BertModel": forward(plain, ids)}
+                for execution in ("dense", "sparse", "auto"):
+                    run = partial(run_gated, forward(gated, ids), gated, execution, share)
+                    candidates[f"CCT, {execution}"] = run
+                yield Table(
+                    group="cct",
+                    title=f"CCT, {share:.0%} of the gates open, batch {batch}, d={hidden_size}",
+                    timings=compare(candidates, turns=turns, title=f"cct {share}"),
+                )
+
+
+def run_gated(run: Callable, model: nn.Module, execution: str, share: float) -> None:
+    """One forward with an execution and a share of open gates."""
+    model.config.cct_execution = execution
+    for module in model.modules():
+        if isinstance(module, FeedForwardGate):
+            module.execution = execution
+    decide = ControlNetwork.forward
+
+    def open_some(self: ControlNetwork, hidden_states: torch.Tensor) -> torch.Tensor:
+        gates = decide(self, hidden_states)
+        return (torch.rand(gates.shape) < share).to(gates.dtype)
+
+    ControlNetwork.forward = open_some
+    try:
+        run()
+    finally:
+        ControlNetwork.forward = decide

@@ -1,0 +1,87 @@
+"""MAE against the plain layer of transformers: what the gates cost."""
+
+from collections.abc import Iterator
+
+import torch
+from layers import forward, step
+from tables import Table
+from timing import compare
+from transformers import BertConfig, DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from hf_moa import MoaBertConfig, MoaGPT2Config, MoaGPT2LMHeadModel
+from hf_moa.modeling.mae import MixtureOfHeads
+from hf_moa.modeling.moa_bert_layers import MoaBertLayer
+from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Block
+
+SIZES = ((384, 12), (512, 8), (768, 12))  # d, h
+
+
+def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
+    """Layers at batch 8 with 128 tokens, and one step of decoding."""
+    for hidden_size, heads in SIZES:
+        x = torch.randn(8, 128, hidden_size, dtype=dtype)
+        for kind, layers in (("bidirectional", bert_layers), ("causal", gpt2_layers)):
+            for training in (False, True):
+                what = "training" if training else "inference"
+                candidates = {
+                    name: step(layer.to(dtype), x, training=training)
+                    for name, layer in layers(hidden_size, heads).items()
+                    if training or name != "MAE, F step"
+                }
+                yield Table(
+                    group="mae",
+                    title=f"MAE, {kind} layer, {what}, d={hidden_size}",
+                    timings=compare(candidates, turns=turns, title=f"mae d={hidden_size}"),
+                )
+        yield Table(
+            group="mae",
+            title=f"MAE, a decoding step with a cache of 128 tokens, 6 layers, d={hidden_size}",
+            timings=compare(decoders(hidden_size, heads, dtype), turns=turns, title="decoding"),
+        )
+
+
+def bert_layers(hidden_size: int, heads: int) -> dict[str, torch.nn.Module]:
+    sizes = {
+        "hidden_size": hidden_size,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": 1,
+    }
+    return {
+        "BertLayer": BertLayer(BertConfig(attn_implementation="sdpa", **sizes)),
+        "MAE": MoaBertLayer(
+            MoaBertConfig(attention_type="mae", attn_implementation="sdpa", **sizes), layer_idx=0
+        ),
+    }
+
+
+def gpt2_layers(hidden_size: int, heads: int) -> dict[str, torch.nn.Module]:
+    sizes = {"n_embd": hidden_size, "n_head": heads, "n_layer": 1, "attn_implementation": "sdpa"}
+    expert_phase = MoaGPT2Block(MoaGPT2Config(attention_type="mae", **sizes), layer_idx=0)
+    for module in expert_phase.modules():
+        if isinstance(module, MixtureOfHeads):
+            module.phase = "expert"
+    return {
+        "GPT2Block": GPT2Block(GPT2Config(**sizes), layer_idx=0),
+        "MAE": MoaGPT2Block(MoaGPT2Config(attention_type="mae", **sizes), layer_idx=0),
+        "MAE, F step": expert_phase,
+    }
+
+
+def decoders(hidden_size: int, heads: int, dtype: torch.dtype) -> dict:
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"n_embd": hidden_size, "n_head": heads, "n_layer": 6, "vocab_size": 1000, **special}
+    return {
+        "GPT-2": decoding_step(GPT2LMHeadModel(GPT2Config(**sizes)).to(dtype)),
+        "MAE": decoding_step(MoaGPT2LMHeadModel(MoaGPT2Config(attention_type="mae", **sizes)).to(dtype)),
+    }
+
+
+def decoding_step(model: torch.nn.Module):
+    """One more token: the cache of 128 grows by one at each call, for both models alike."""
+    model.eval()
+    prompt, token = torch.randint(0, 1000, (1, 128)), torch.randint(0, 1000, (1, 1))
+    cache = forward(model, prompt, past_key_values=DynamicCache(), use_cache=True)().past_key_values
+    return forward(model, token, past_key_values=cache, use_cache=True)

@@ -1,0 +1,92 @@
+"""MoA against multi-head attention with as many heads, and against transformers' JetMoE."""
+
+from collections.abc import Iterator
+
+import torch
+from layers import step
+from tables import Table
+from timing import compare
+from transformers import BertConfig, JetMoeConfig
+from transformers.models.bert.modeling_bert import BertAttention
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Config
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeAttention
+
+from hf_moa import MoaBertConfig, MoaGPT2Config
+from hf_moa.modeling.moa_bert_layers import MoaBertAttention
+from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Attention
+
+HIDDEN_SIZE, HEADS, HEAD_DIM = 512, 8, 64
+EXPERTS = (8, 16, 32, 64)
+NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+
+
+def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
+    """Attention layers, k=8, dh=64, d=512, 2,048 tokens."""
+    x = torch.randn(8, 256, HIDDEN_SIZE, dtype=dtype)
+    for training in (False, True):
+        what = "training" if training else "inference"
+        for kind, layers, extra in (
+            ("bidirectional", bidirectional_layers(), {}),
+            ("causal", causal_layers(), jetmoe_layers()),
+        ):
+            candidates = {
+                name: step(layer.to(dtype), x, training=training) for name, layer in layers.items()
+            }
+            candidates |= {
+                name: step(layer.to(dtype), x, training=training, position_embeddings=no_rotation(x))
+                for name, layer in extra.items()
+            }
+            yield Table(
+                group="moa",
+                title=f"MoA, {kind} attention, {what}",
+                timings=compare(candidates, turns=turns, title=f"moa {kind}"),
+            )
+
+
+def bidirectional_layers() -> dict[str, torch.nn.Module]:
+    sizes = {"hidden_size": HIDDEN_SIZE, "num_attention_heads": HEADS, "num_hidden_layers": 1}
+    sizes |= NO_DROPOUT | {"attn_implementation": "sdpa"}
+    layers = {"multi-head, h=8": BertAttention(BertConfig(**sizes))}
+    for experts in EXPERTS:
+        config = MoaBertConfig(
+            attention_type="moa", num_attention_experts=experts, head_dim=HEAD_DIM, **sizes
+        )
+        layers[f"MoA, N={experts}"] = MoaBertAttention(config, layer_idx=0)
+    return layers
+
+
+def causal_layers() -> dict[str, torch.nn.Module]:
+    sizes = {"n_embd": HIDDEN_SIZE, "n_head": HEADS, "n_layer": 1, "attn_implementation": "sdpa"}
+    sizes |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    layers = {"multi-head, h=8": GPT2Attention(GPT2Config(**sizes), layer_idx=0)}
+    for experts in EXPERTS:
+        config = MoaGPT2Config(
+            attention_type="moa", num_attention_experts=experts, head_dim=HEAD_DIM, **sizes
+        )
+        layers[f"MoA, N={experts}"] = MoaGPT2Attention(config, layer_idx=0)
+    return layers
+
+
+def jetmoe_layers() -> dict[str, torch.nn.Module]:
+    """transformers' own mixture of attention heads; it is causal."""
+    layers = {}
+    for experts in EXPERTS:
+        config = JetMoeConfig(
+            hidden_size=HIDDEN_SIZE,
+            num_hidden_layers=1,
+            num_key_value_heads=1,
+            kv_channels=HEAD_DIM,
+            num_local_experts=experts,
+            num_experts_per_tok=HEADS,
+            attn_implementation="sdpa",
+        )
+        layer = JetMoeAttention(config, layer_idx=0)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        layers[f"JetMoE, N={experts}"] = layer
+    return layers
+
+
+def no_rotation(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*x.shape[:2], HEAD_DIM)
+    return torch.ones(shape, dtype=x.dtype), torch.zeros(shape, dtype=x.dtype)
