@@ -71,9 +71,10 @@ def final_runs(results: Results) -> list[Settings]:
 
 
 def chosen_rate(results: Results, task: str, method: str) -> float:
-    """The learning rate with the best development accuracy of the tuning runs."""
+    """The learning rate with the best development accuracy of the tuning runs; NaN before the first."""
     rows = results.find(task=task, method=method, **TUNING)
-    return max(rows, key=lambda row: row["measured"]["accuracy"])["settings"]["learning_rate"]
+    best = max(rows, key=lambda row: row["measured"]["accuracy"], default=None)
+    return float("nan") if best is None else best["settings"]["learning_rate"]
 
 
 def training_plan(settings: Settings) -> dict[str, int]:

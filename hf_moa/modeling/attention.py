@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_tracing
 from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
 from .cct_costs import AttentionCost, used_and_full
 from .gate_cache import Window, gated_layer
-from .linear_slices import is_plain
+from .linear_slices import is_plain, takes_rows
 from .mae import MixtureOfHeads
 from .moa import MixtureOfAttentionExperts
 from .multi_head import MultiHead
@@ -33,6 +33,7 @@ class AttentionResult(NamedTuple):
 
     Attributes:
         context: `[B, T, heads, dh]`, gated, before the output projection; `[1, n, heads, dh]` of `rows`.
+            In inference the projection may change it in place.
         attentions: `[B, heads, T, S]` where the implementation gives them, else None.
         mix: the mixture's decision, for `mixture.output`.
         record: named tensors of this layer: gates, losses and costs.
@@ -138,15 +139,19 @@ class GatedAttention(nn.Module):
 
     def update(self, linear: nn.Module, result: AttentionResult) -> Tensor:
         """What the layer adds to the stream, `[B, T, d]`: `linear` is its output projection."""
+        rows = result.rows
+        if rows is not None and not takes_rows(linear):
+            mix = None if result.mix is None else rows.scatter(result.mix)
+            return self.mixture.output(linear, rows.scatter(result.context), mix)
         update = self.mixture.output(linear, result.context, result.mix)
-        if result.rows is None:
+        if rows is None:
             return update
         if is_plain(linear):
-            return result.rows.scatter(update, linear.bias)
-        # a bias that may be wrapped, or elsewhere: what the projection makes of nothing
+            return rows.scatter(update, linear.bias)
+        # a bias that may be elsewhere: what the projection makes of nothing
         nothing = result.context.new_zeros(1, 1, *result.context.shape[2:])
         fill = self.mixture.output(linear, nothing, self.mixture.no_mix(result.mix))
-        return result.rows.scatter(update, fill.flatten())
+        return rows.scatter(update, fill.flatten())
 
     def forward(
         self,
@@ -261,8 +266,12 @@ class GatedAttention(nn.Module):
 
     def _skips(self, gates: AttentionGates) -> bool:
         """Whether this call computes the tokens with open gates alone."""
-        return not self.training and skips(
-            self.config.cct_execution, gates.query if gates.kv is None else gates.kv, gates.query
+        return (
+            not (self.training or self.cct.is_soft)
+            and all(map(takes_rows, self.children()))
+            and skips(
+                self.config.cct_execution, gates.query if gates.kv is None else gates.kv, gates.query
+            )
         )
 
     def _attend(
@@ -315,8 +324,12 @@ class GatedAttention(nn.Module):
             return False
         if not self._is_sdpa():
             return False
-        if length == 1 or attention_mask is None:
+        if attention_mask is None:
             return length == 1 or not self.is_causal
+        if attention_mask.shape[1] > 1:
+            return False
+        if length == 1:
+            return True
         if attention_mask.device.type != "cpu" or is_tracing(attention_mask):
             return False
         return bool((attention_mask == attention_mask[:, :, :1]).all())
@@ -334,10 +347,7 @@ class GatedAttention(nn.Module):
             layer = gated_layer(past_key_values, self.layer_idx)
             if layer.is_initialized and int(layer.get_seq_length()) > 0:
                 return None
-        batch, length = source.shape[:2]
-        visible = visible_keys(
-            attention_mask, kv_mask, batch=batch, length=length, causal=self.is_causal
-        )
+        visible = visible_keys(attention_mask, kv_mask, source=source, causal=self.is_causal)
         if visible is None or past_key_values is None or bool(visible.all()):
             return visible
         return None

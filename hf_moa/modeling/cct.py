@@ -113,6 +113,12 @@ class GatedAttentionControl(nn.Module):
         self.value_norm = norm(kv_size)
         self.context_norm = norm(context_size)
 
+    @property
+    def is_soft(self) -> bool:
+        """Whether the control networks decide softly: in training, if it is theirs alone."""
+        networks = (self.control, self.source_control)
+        return any(network.training for network in networks if network is not None)
+
     def gates(self, hidden_states: Tensor, source: Tensor | None) -> AttentionGates:
         """Gates for the tokens `[B, T, d]` and, in cross-attention, for `source` `[B, S, d]`
         (None where keys and values are cached)."""
@@ -124,24 +130,18 @@ class GatedAttentionControl(nn.Module):
 
     def gate_key_value(self, key: Tensor, value: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
         """`g_kv LN(.)` of `key` and `value` `[B, S, kv_size]`."""
-        gate = gate.unsqueeze(-1)
-        return gated(self.key_norm(key), gate), gated(self.value_norm(value), gate)
+        gate = gate.unsqueeze(-1).to(key.dtype)
+        return self.key_norm(key) * gate, self.value_norm(value) * gate
 
     def gate_context(self, context: Tensor, gate: Tensor) -> Tensor:
         """`g_q LN(a)` of `context` `[B, T, heads, dh]`."""
-        return gated(self.norm_context(context), gate[..., None, None])
+        return self.norm_context(context) * gate[..., None, None].to(context.dtype)
 
     def norm_context(self, context: Tensor) -> Tensor:
         """`LN(a)` of `context` `[B, T, heads, dh]`."""
         if not self.joint_context:
             return self.context_norm(context)
         return self.context_norm(context.flatten(-2)).view(context.shape)
-
-
-def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """`x * gate`; in inference in place, since a new tensor costs a CPU more than the product."""
-    gate = gate.to(x.dtype)
-    return x * gate if torch.is_grad_enabled() else x.mul_(gate)
 
 
 def sublayer_norm(config, norm: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cct import ControlNetwork, gated
+from .cct import ControlNetwork
 from .cct_costs import feed_forward_cost
 from .token_rows import TokenRows, skips
 
@@ -56,7 +56,7 @@ class FeedForwardGate(nn.Module):
 
     def skips(self, gates: Tensor) -> bool:
         """Whether this call computes each part's tokens with open gates alone."""
-        return not self.training and skips(self.execution, gates)
+        return not (self.training or self.control.training) and skips(self.execution, gates)
 
     def split(self, activation: Tensor, gates: Tensor) -> Tensor:
         """Gate the M slices of a hidden activation `[B, T, ff]`.
@@ -65,7 +65,7 @@ class FeedForwardGate(nn.Module):
         is not gated. This is the form without extra LayerNorms.
         """
         parts = activation.unflatten(-1, (self.num_splits, -1))
-        return gated(parts, gates.unsqueeze(-1)).flatten(-2)
+        return (parts * gates.unsqueeze(-1).to(parts.dtype)).flatten(-2)
 
 
 class GatedFeedForward(nn.Module):
@@ -108,7 +108,7 @@ class GatedFeedForward(nn.Module):
         modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
         for m, (part, input_norm, output_norm) in enumerate(modules):
             y, part_record = part(input_norm(hidden_states), padding_mask)
-            output = output + gated(output_norm(y), gates[..., m : m + 1])
+            output = output + output_norm(y) * gates[..., m : m + 1].to(y.dtype)
             for name, loss in part_record.get("losses", {}).items():
                 losses[name] = losses.get(name, 0.0) + loss / len(self.parts)
         return output, record | {"losses": losses}

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.import_utils import is_torchdynamo_exporting
+from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
 from .expert_loop import expert_input, expert_output
+from .precision import compute_dtype
 
 
 def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
@@ -28,10 +29,10 @@ def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
         index: `[B, T, k]`, chosen experts.
         weight: `[N, a, b]`.
     """
-    if weight.device.type != "cpu" or _is_drawn_as_graph():
+    if weight.device.type != "cpu" or _is_drawn_as_graph() or _is_differentiated_otherwise():
         return False
     num_experts, a, b = weight.shape
-    is_half = _dtype(weight).itemsize == 2
+    is_half = compute_dtype(weight).itemsize == 2
     factor, price = (4.0, 5_000_000) if is_half else (1.4, 1_300_000)
     num_tokens, num_selected = index.shape[0] * index.shape[1], index.shape[2]
     return num_tokens * (num_experts - factor * num_selected) * a * b > price * num_experts
@@ -41,7 +42,7 @@ def computes_by_slot(index: Tensor, weight: Tensor) -> bool:
     """Whether to take the k products of a single token one by one; see `computes_by_expert`."""
     if weight.device.type != "cpu" or index.shape[0] * index.shape[1] != 1:
         return False
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_drawn_as_graph():
+    if torch.is_grad_enabled() or is_tracing(index) or _is_differentiated_otherwise():
         return False
     return len(weight) >= 3 * index.shape[2]
 
@@ -51,10 +52,13 @@ def _is_drawn_as_graph() -> bool:
     return is_torchdynamo_exporting() or torch.jit.is_tracing()
 
 
-def _dtype(weight: Tensor) -> torch.dtype:
-    """What a product with the weight is computed in."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+def _is_differentiated_otherwise() -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation is at work, for which the
+    operators have no formula."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 class ExpertInput(nn.Module):
@@ -74,7 +78,7 @@ class ExpertInput(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
         if computes_by_expert(index, self.weight):
-            dtype = _dtype(self.weight)
+            dtype = compute_dtype(self.weight)
             bias = None if self.bias is None else self.bias.to(dtype)
             y = expert_input(x.flatten(0, 1).to(dtype), index.flatten(0, 1), self.weight.to(dtype), bias)
             return y.unflatten(0, index.shape[:2])
@@ -114,7 +118,7 @@ class ExpertOutput(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         if computes_by_expert(index, self.weight):
-            dtype = _dtype(self.weight)
+            dtype = compute_dtype(self.weight)
             y = expert_output(
                 x.flatten(0, 1).to(dtype),
                 index.flatten(0, 1),

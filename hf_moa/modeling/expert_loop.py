@@ -62,7 +62,9 @@ class _Groups:
     def __init__(self, index: Tensor, num_experts: int):
         flat = index.reshape(-1).numpy()
         # 16 bits are sorted by radix, ten times as fast as `Tensor.argsort`
-        self._order = torch.from_numpy(np.argsort(flat.astype(np.uint16), kind="stable"))
+        self._order = torch.from_numpy(
+            np.argsort(flat.astype(np.uint16 if num_experts < 2**16 else np.int64), kind="stable")
+        )
         self._tokens = self._order // index.shape[1]
         self._counts = np.bincount(flat, minlength=num_experts).tolist()
 
@@ -99,7 +101,7 @@ def _expert_input(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None)
     for expert, rows, tokens in groups:
         part = _product(_rows(x, tokens, gathered), weight[expert].t(), projected)
         y.index_copy_(0, rows, part if bias is None else part.add_(bias[expert]))
-    return y.view(*index.shape, -1)
+    return y.view(*index.shape, weight.shape[1])
 
 
 def _expert_input_backward(
@@ -107,7 +109,7 @@ def _expert_input_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad.reshape(index.numel(), -1)
     grad_x = _sums(x, *x.shape)
-    grad_weight = torch.zeros_like(weight)
+    grad_weight = weight.new_zeros(weight.shape)
     grad_bias = _sums(weight, *weight.shape[:2])
     groups = _Groups(index, len(weight))
     gathered, projected = groups.scratch(x, x.shape[1]), groups.scratch(x, weight.shape[1])
@@ -134,9 +136,9 @@ def _expert_output_backward(
     grad: Tensor, x: Tensor, index: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows_of_x, scale = x.reshape(index.numel(), -1), scale.reshape(-1, 1)
-    grad_x = torch.empty_like(rows_of_x)
-    grad_scale = torch.empty_like(scale)
-    grad_weight = torch.zeros_like(weight)
+    grad_x = rows_of_x.new_empty(rows_of_x.shape)
+    grad_scale = scale.new_empty(scale.shape)
+    grad_weight = weight.new_zeros(weight.shape)
     groups = _Groups(index, len(weight))
     gathered, projected = groups.scratch(x, weight.shape[1]), groups.scratch(x, weight.shape[1])
     wide = groups.scratch(x, weight.shape[2])
@@ -170,8 +172,8 @@ def _register() -> None:
     )
     operators["expert_input_backward"].register_fake(
         lambda grad, x, index, weight: (
-            torch.empty_like(x),
-            torch.empty_like(weight),
+            x.new_empty(x.shape),
+            weight.new_empty(weight.shape),
             weight.new_empty(weight.shape[:2]),
         )
     )
@@ -181,8 +183,8 @@ def _register() -> None:
     operators["expert_output_backward"].register_fake(
         lambda grad, x, index, scale, weight: (
             x.new_empty(x.shape),
-            torch.empty_like(scale),
-            torch.empty_like(weight),
+            scale.new_empty(scale.shape),
+            weight.new_empty(weight.shape),
         )
     )
 

@@ -12,6 +12,7 @@ from .cct import sublayer_norm
 from .cct_feed_forward import FeedForwardGate, GatedFeedForward
 from .linear_slices import input_slice, is_plain, linear_slice
 from .moe import SparseMoeFeedForward
+from .precision import compute_dtype
 from .token_rows import TokenRows
 
 
@@ -144,8 +145,8 @@ def gated_dense(
     gates, record = gate(x, padding_mask)
     if not (gate.skips(gates) and all(map(is_plain, (*up, down)))):
         return down(gate.split(activation(*(matrix(x) for matrix in up)), gates)), record
-    bias = down.weight.new_zeros(()) if down.bias is None else down.bias
-    output = bias.expand(x.shape).clone()
+    bias = down.weight.new_zeros(x.shape[-1]) if down.bias is None else down.bias
+    output = bias.to(compute_dtype(down.weight)).repeat(*x.shape[:-1], 1)
     num_parts = gates.shape[-1]
     for m in range(num_parts):
         rows = TokenRows(gates[..., m] > 0)

@@ -51,7 +51,7 @@ class GrowingRows:
         end = self._end + new.shape[1]
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             self._take(torch.cat([self.rows, new], dim=1))  # what a graph holds must not change
-        elif end > self._buffer.shape[1]:
+        elif end > self._buffer.shape[1] or self._is_closed():
             past = self.rows
             capacity = 2 * (past.shape[1] + new.shape[1])
             buffer = past.new_empty(past.shape[0], capacity, *past.shape[2:])
@@ -71,6 +71,10 @@ class GrowingRows:
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self._take(function(self.rows))
+
+    def _is_closed(self) -> bool:
+        """Whether the buffer was made in inference mode, and this is outside of it."""
+        return self._buffer.is_inference() and not torch.is_inference_mode_enabled()
 
     def _take(self, rows: Tensor) -> None:
         self._buffer, self._start, self._end = rows, 0, rows.shape[1]

@@ -1,6 +1,6 @@
 """What MAE gates see of a sequence: the mean of its inputs, or in causal layers of the last W.
 
-Means are computed in float32 at least.
+Means are computed in float32 at least; in products that `torch.set_float32_matmul_precision` rules.
 """
 
 from __future__ import annotations

@@ -8,9 +8,15 @@ from transformers.pytorch_utils import Conv1D
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a linear layer is what its weight says: no adapter, quantisation, hook or offloading."""
-    if type(module) not in (nn.Linear, Conv1D) or hasattr(module, "_hf_hook"):
+    if type(module) not in (nn.Linear, Conv1D) or type(module.weight) not in (nn.Parameter, Tensor):
         return False
-    return not (module._forward_hooks or module._forward_pre_hooks)
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def takes_rows(module: nn.Module) -> bool:
+    """Whether a layer may be handed some of a batch's tokens as `[1, n, d]`. Adapters want the batch:
+    they may treat its sequences differently. (FTG's are copies of what they adapt.)"""
+    return not hasattr(module, "base_layer") or hasattr(module, "ftg_modules")
 
 
 def linear_slice(module: nn.Module, x: Tensor, first: int, last: int, *, of: int) -> Tensor:

@@ -235,7 +235,7 @@ class MixtureOfHeads(MultiHead):
         def pool(x: Tensor) -> Tensor:
             return windowed_mean(x, padding_mask, self.window)
 
-        if self.training:
+        if self.training or self.gate.training:
             return self.gate(pool(hidden_states), padding_mask, dtype=dtype)
         return self.gate(hidden_states, None, dtype=dtype, pool=pool)
 

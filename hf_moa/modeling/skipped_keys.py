@@ -2,7 +2,7 @@
 
 A skipped key has K = 0 and V = 0: its score is 0, and it still adds `exp(0)` to the denominator of the
 softmax. One further key with a score of `log(number of skipped keys)` and V = 0 stands for all of them,
-for each query those that it sees.
+for each query those that it sees. (Half precision rounds that score.)
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from .token_rows import TokenRows
 
 
 def visible_keys(
-    attention_mask: Tensor | None, padding_mask: Tensor | None, *, batch: int, length: int, causal: bool
+    attention_mask: Tensor | None, padding_mask: Tensor | None, *, source: Tensor, causal: bool
 ) -> Tensor | None:
     """Which keys a mask shows to every query (of those up to it, where it is causal).
 
     Args:
         attention_mask: `[B, 1, T, S]` bool as transformers makes it for SDPA, or None.
         padding_mask: `[B, S]` bool, real tokens among the keys; None for all.
-        batch, length: B and S.
+        source: `[B, S, d]`, what the keys are made of.
         causal: queries see no later key.
 
     Returns:
         `[B, S]` bool, or None: the mask is not so simple.
     """
+    batch, length = source.shape[:2]
     if attention_mask is None:
-        device = None if padding_mask is None else padding_mask.device
-        return torch.ones(batch, length, dtype=torch.bool, device=device)
+        return source.new_ones(batch, length, dtype=torch.bool)
     if attention_mask.dtype != torch.bool or attention_mask.shape[-1] != length:
         return None
     if not causal:

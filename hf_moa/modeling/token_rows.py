@@ -78,7 +78,8 @@ class TokenRows:
 
     def add_to(self, full: Tensor, rows: Tensor) -> None:
         """Add the rows `[1, n, ...]` where they belong in `full` `[B, T, ...]`, which changes."""
-        full.view(-1, *full.shape[2:]).index_add_(0, self.index, rows.squeeze(0))
+        flat = full.view(-1, *full.shape[2:])
+        flat.index_add_(0, self.index, rows.squeeze(0).to(full.dtype))
 
     def pad(self, rows: Tensor, *, more: int = 0) -> Tensor:
         """`[1, n, ...]` -> `[B, most + more, ...]`: each sequence's rows, and zeros behind them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from common import batch, randomize
+from common import VARIANTS, batch, randomize
 from families import BERT, CASE, Case
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -403,3 +403,17 @@ def test_cross_attention_is_cached_and_counted(decoder, fields):
     masked[1, 4:] = 9.0
     other = model(ids, use_cache=False, **encoder | {"encoder_hidden_states": masked})
     assert_equal(other[0], full[0])
+
+
+@pytest.mark.parametrize("name", ["mae-1", "cct"])
+def test_cache_of_inference_mode_is_of_use_outside_of_it(name):
+    decoder = Decoder("gpt2")
+    model = decoder.build(**VARIANTS[name])
+    ids = torch.randint(5, 67, (2, 9))
+    full, _ = decoder(model, ids)
+    with torch.inference_mode():
+        _, cache = decoder(model, ids[:, :6], cache=DynamicCache(), use_cache=True)
+        decoder(model, ids[:, 6:7], cache=cache, use_cache=True)
+    with torch.no_grad():
+        actual, _ = decoder(model, ids[:, 7:], cache=cache, use_cache=True)
+    assert_equal(actual, full[:, 7:])

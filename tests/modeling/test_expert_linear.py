@@ -89,6 +89,8 @@ def test_operators_are_what_compilers_expect():
     scale = torch.rand(index.shape, dtype=torch.float64, requires_grad=True)
     torch.library.opcheck(torch.ops.hf_moa.expert_input, (x, index, into.weight, into.bias))
     torch.library.opcheck(torch.ops.hf_moa.expert_input, (x, index, into.weight, None))
+    transposed = torch.randn(WIDE, len(index), dtype=torch.float64, requires_grad=True).T
+    torch.library.opcheck(torch.ops.hf_moa.expert_input, (transposed, index, into.weight, into.bias))
     torch.library.opcheck(torch.ops.hf_moa.expert_output, (heads, index, scale, out_of.weight))
 
 
@@ -147,6 +149,21 @@ def test_one_token_is_computed_by_slot_in_inference_alone():
         assert expert_linear.computes_by_slot(index, weight)
         assert not expert_linear.computes_by_slot(index, weight[:16])
         assert not expert_linear.computes_by_slot(index.expand(1, 2, 8), weight)
+
+
+def test_forward_mode_is_dense():
+    """The operators have no formula for it."""
+    index = torch.zeros(1, 2048, 8, dtype=torch.long)
+    weight = torch.empty(64, 64, 512)
+    seen = []
+
+    def function(x):
+        seen.append(expert_linear.computes_by_expert(index, weight))
+        return x
+
+    torch.func.jvp(function, (torch.ones(1),), (torch.ones(1),))
+    assert seen == [False]
+    assert expert_linear.computes_by_expert(index, weight)
 
 
 @pytest.mark.slow

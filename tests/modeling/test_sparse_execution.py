@@ -3,8 +3,10 @@
 import pytest
 import torch
 from families import LANGUAGE_MODELS
+from peft import LoraConfig, get_peft_model
 
 from hf_moa.modeling import token_rows
+from hf_moa.modeling.cct import ControlNetwork
 from hf_moa.modeling.linear_slices import input_slice, is_plain, linear_slice
 from hf_moa.modeling.skipped_keys import visible_keys
 from hf_moa.modeling.token_rows import TokenRows
@@ -156,14 +158,15 @@ def test_slices_add_up_to_the_layer(kind):
 
 def test_masks_that_are_not_simple_are_left_alone():
     mask = torch.ones(2, 1, 3, 3, dtype=torch.bool)
-    found = visible_keys(mask, None, batch=2, length=3, causal=False)
+    source = torch.zeros(2, 3, 4)
+    found = visible_keys(mask, None, source=source, causal=False)
     assert found.tolist() == [[True] * 3] * 2
     mask[1, 0, 2, 1] = False  # one query sees less
-    assert visible_keys(mask, None, batch=2, length=3, causal=False) is None
+    assert visible_keys(mask, None, source=source, causal=False) is None
     real = torch.ones(2, 3, dtype=torch.bool)
     causal = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
-    assert visible_keys(causal, real, batch=2, length=3, causal=True) is real
-    assert visible_keys(mask, real, batch=2, length=3, causal=True) is None
+    assert visible_keys(causal, real, source=source, causal=True) is real
+    assert visible_keys(mask, real, source=source, causal=True) is None
 
 
 def test_nan_is_not_skipped():
@@ -178,3 +181,46 @@ def test_nan_is_not_skipped():
     real = inputs["attention_mask"].bool()
     real[1] = False
     torch.testing.assert_close(actual[real], expected[real], atol=1e-9, rtol=1e-9)
+
+
+@each_gated_variant
+def test_autocast(case, fields):
+    inputs = case.inputs()
+    logits = []
+    for execution in ("dense", "sparse"):
+        model = case.build(cct_execution=execution, **fields)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            output = model(**inputs, output_cct_gates=True)
+        logits.append(output.logits)
+        assert output.logits.isfinite().all()
+    assert logits[0].dtype == logits[1].dtype
+
+
+def test_soft_gates_of_an_otherwise_frozen_model_are_not_skipped():
+    case = LANGUAGE_MODELS[0]
+    outputs = []
+    for execution in ("dense", "sparse"):
+        model = build(case, execution, cct_budgets=[1, 0.5])
+        for module in model.modules():
+            if isinstance(module, ControlNetwork):
+                module.train()
+        outputs.append(model(**case.inputs()).logits)
+    torch.testing.assert_close(outputs[1], outputs[0], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("lora_bias", [False, True])
+@pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda c: c.family.name)
+def test_adapters_on_projections(case, lora_bias):
+    targets = {"bert": ["query", "output.dense"], "gpt2": ["c_attn", "c_proj"], "t5": ["q", "o"]}
+    inputs, logits = case.inputs(), []
+    for execution in ("dense", "sparse"):
+        torch.manual_seed(0)
+        config = LoraConfig(
+            target_modules=targets[case.family.name],
+            init_lora_weights=False,
+            lora_bias=lora_bias and case.family.name != "t5",
+        )
+        model = get_peft_model(build(case, execution, cct_budgets=[1, 0.5]), config).double().eval()
+        logits.append(model(**inputs).logits)
+    real = ... if case.family.name == "t5" else inputs["attention_mask"].bool()
+    torch.testing.assert_close(logits[1][real], logits[0][real], atol=1e-9, rtol=1e-9)
