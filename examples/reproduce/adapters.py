@@ -5,9 +5,9 @@ Here a pretrained sentence encoder with MAE gates is adapted to two GLUE tasks:
 
     python examples/reproduce/adapters.py --model_name_or_path $MINILM --data_dir $GLUE
 
-First, each method's learning rate is chosen among three, with a quarter of the data and a seed that the
-report leaves out. A run that was stopped goes on where it was: finished runs are skipped. The report,
-once or while runs are under way:
+First, each method's learning rate is chosen among several, with a quarter of the data and a seed that
+the report leaves out. A run that was stopped goes on where it was: finished runs are skipped. The
+report, once or while runs are under way:
 
     python examples/reproduce/adapters.py --report model_cards/adapters
 """
@@ -31,11 +31,11 @@ EVALUATIONS = 8  # per run, at equal distances
 
 # name -> what the report calls it, and the learning rates to choose from
 METHODS = {
-    "head": ("head alone (NOFT)", (1e-3, 3e-3, 1e-2)),
+    "head": ("head alone (NOFT)", (1e-3, 3e-3, 1e-2, 3e-2)),
     "ftg": ("FTG", (1e-3, 3e-3, 1e-2)),
     "ftg+": ("FTG+", (3e-4, 1e-3, 3e-3)),
     "lora": ("LoRA", (3e-4, 1e-3, 3e-3)),
-    "none": ("full finetuning", (2e-5, 5e-5, 1e-4)),
+    "none": ("full finetuning", (2e-5, 5e-5, 1e-4, 2e-4)),
 }
 # training examples, batch size, epochs, and the least number of updates
 TASKS = {
@@ -195,11 +195,12 @@ def draw(results: Results, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(TASKS), figsize=(4.6 * len(TASKS), 3.6), layout="constrained")
+    size = (4.6 * len(TASKS), 3.6)
+    figure, axes = pyplot.subplots(1, len(TASKS), figsize=size, layout="constrained", squeeze=False)
     # Okabe and Ito's colours, and markers, for print and for the colour-blind
     styles = zip(("#666666", "#0072B2", "#009E73", "#E69F00", "#D55E00"), "xosD^", strict=True)
-    styles = dict(zip(METHODS, styles, strict=True))
-    for axis, (task, plan) in zip(axes, TASKS.items(), strict=True):
+    styles = dict(zip(METHODS, styles, strict=False))
+    for axis, (task, plan) in zip(axes[0], TASKS.items(), strict=True):
         for method, (name, _) in METHODS.items():
             values = {f: reported(results, task, method, f, "accuracy") for f in FRACTIONS}
             points = [(100 * f, *mean_and_deviation(v)) for f, v in values.items() if v]
@@ -221,7 +222,8 @@ def draw(results: Results, path: Path) -> None:
         axis.set_xlabel("share of the training data (%)")
         axis.set_ylabel("best development accuracy (%)")
         axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False, fontsize=8)
+    if axes[0, 0].lines:
+        axes[0, 0].legend(frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)

@@ -87,8 +87,10 @@ class GatingConfig:
             The paper's extra LayerNorms inside the sub-layers. `False` leaves them out, so that a
             converted pretrained checkpoint starts as the same function.
         cct_execution (`str`, defaults to `"auto"`):
-            How hard gates are executed in eval: `"sparse"`, `"dense"`, or `"auto"`. All compute the
-            same function.
+            How hard gates are executed in eval: `"dense"` computes all and multiplies by the gates,
+            `"sparse"` computes the tokens with open gates alone, `"auto"` takes the faster one, as
+            measured on a CPU (on an accelerator: dense). All compute the same function, but for the
+            attention probabilities of skipped queries, which sparse execution does not compute.
         output_router_logits, output_expert_weights, output_cct_gates (`bool`, default to `False`):
             Return the routers' logits, the MAE gates and the CCT gates with every forward pass.
 
