@@ -1,18 +1,71 @@
-"""What a measurement depends on besides the code."""
+"""What a run ran on: versions of the packages that matter, threads, accelerator."""
 
-from __future__ import annotations
-
+import os
 import platform
-from pathlib import Path
+import sys
+from importlib import metadata
+from typing import Any
 
-import torch
+PACKAGES = ("torch", "transformers", "tokenizers", "peft", "accelerate", "hf-moa")
 
 
-def processor_name() -> str:
-    """The GPU's name, where there is one, else the CPU's."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; elsewhere the name may be an empty string
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(names), platform.processor() or platform.machine())
+def environment() -> dict[str, Any]:
+    """Facts for a bug report or beside a measured number.
+
+    Returns:
+        `python`, one entry per package (its version, or None where it is not installed),
+        `platform`, `processor`, `cpus` (usable by this process), `threads` (of torch) and `cuda`
+        (names of the devices, an empty list without any).
+    """
+    import torch
+
+    facts: dict[str, Any] = {"python": platform.python_version()}
+    facts |= {name.replace("-", "_"): version_of(name) for name in PACKAGES}
+    cuda = torch.cuda.is_available()
+    return facts | {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpus": usable_cpus(),
+        "threads": torch.get_num_threads(),
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if cuda
+        else [],
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed distribution; None where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        if package == "hf-moa":  # run from a checkout that is not installed
+            return getattr(sys.modules.get("hf_moa"), "__version__", None)
+        return None
+
+
+def usable_cpus() -> int:
+    """CPUs this process may run on, which in a container can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def idle_cpus() -> int:
+    """CPUs this process may run on less the work of the last minute, at least 1.
+
+    Threads that wait for one another slow down many times over where another program holds one of
+    their CPUs.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return max(1, usable_cpus() - round(load))
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

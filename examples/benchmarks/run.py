@@ -19,7 +19,7 @@ import mae
 import moa
 import torch
 import transformers
-from tables import Table, environment
+from tables import Table, conditions
 
 BENCHMARKS = {"mae": mae.measure, "moa": moa.measure, "cct": cct.measure}
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     dtype = getattr(torch, options.dtype)
-    where = environment(dtype)
+    where = conditions(dtype)
     heading = ", ".join(f"{name} {value}" for name, value in where.items())
     print(f"{heading}\n")
     tables = []

@@ -1,14 +1,12 @@
 """Tables of a benchmark, as Markdown and JSON."""
 
 import os
-import platform
 from dataclasses import asdict, dataclass
 
 import torch
-import transformers
 from timing import Timing
 
-from hf_moa.environment import processor_name
+from hf_moa.environment import environment
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,14 @@ class Table:
         return asdict(self)
 
 
-def environment(dtype: torch.dtype) -> dict[str, str]:
+def conditions(dtype: torch.dtype) -> dict[str, str]:
     """What the times depend on besides the code."""
+    facts = environment()
     tuned = [f"{k}={v}" for k, v in os.environ.items() if k.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
     return {
-        "processor": processor_name(),
-        "threads": str(torch.get_num_threads()),
+        "processor": next(iter(facts["cuda"]), facts["processor"]),
+        "threads": f"{facts['threads']} of {facts['cpus']}",
         "dtype": str(dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
+        **{name: facts[name] for name in ("torch", "transformers", "python")},
         "malloc": " ".join([os.environ.get("LD_PRELOAD", "the system's"), *tuned]),
     }

@@ -5,18 +5,15 @@ stand in the file already is skipped.
 """
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from tqdm.auto import tqdm
 
-from hf_moa.environment import processor_name
+from hf_moa.environment import environment
 
 Settings = dict[str, Any]
 
@@ -76,9 +73,11 @@ def carry_out(
 
 
 def describe_machine() -> str:
+    facts = environment()
+    processor = next(iter(facts["cuda"]), facts["processor"])
     return (
-        f"{processor_name()}, {torch.get_num_threads()} of {os.cpu_count()} threads, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}"
+        f"{processor}, {facts['threads']} of {facts['cpus']} threads, torch {facts['torch']}, "
+        f"transformers {facts['transformers']}"
     )
 
 
