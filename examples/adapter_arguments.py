@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_moa import FTGConfig
+from hf_moa.modeling.ftg_model import selected_modules
 
 logger = logging.getLogger(__name__)
 
@@ -167,14 +168,11 @@ def linear_layers(model: PreTrainedModel, trained: list[str]) -> dict[str, nn.Mo
 
 def ftg_parameters(model: PreTrainedModel, *, plus: bool) -> int:
     """How many parameters an FTG or FTG+ adapter of the model has, the head aside."""
-    modules = [m for m in model.modules() if hasattr(m, "gate_kind")]
-    if plus:
-        owners = [m for m in model.modules() if getattr(m, "output_projection", None)]
-        modules += [m.get_submodule(m.output_projection) for m in owners]
-    count = sum(p.numel() for module in modules for p in module.parameters())
-    if count == 0:
+    try:
+        names = selected_modules(model, FTGConfig(plus=plus))
+    except ValueError as error:
         raise ValueError(
             "`adapter` lora matches the parameter count of the model's gates, and this "
             f"{type(model).__name__} has none: give `lora_rank`, or gate the model."
-        )
-    return count
+        ) from error
+    return sum(p.numel() for name in names for p in model.get_submodule(name).parameters())

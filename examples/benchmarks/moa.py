@@ -46,25 +46,25 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
 def bidirectional_layers() -> dict[str, torch.nn.Module]:
     sizes = {"hidden_size": HIDDEN_SIZE, "num_attention_heads": HEADS, "num_hidden_layers": 1}
     sizes |= NO_DROPOUT | {"attn_implementation": "sdpa"}
-    layers = {"multi-head, h=8": BertAttention(BertConfig(**sizes))}
-    for experts in EXPERTS:
-        config = MoaBertConfig(
-            attention_type="moa", num_attention_experts=experts, head_dim=HEAD_DIM, **sizes
-        )
-        layers[f"MoA, N={experts}"] = MoaBertAttention(config, layer_idx=0)
-    return layers
+    plain = BertAttention(BertConfig(**sizes))
+    return {"multi-head, h=8": plain} | moa_layers(MoaBertAttention, MoaBertConfig, sizes)
 
 
 def causal_layers() -> dict[str, torch.nn.Module]:
     sizes = {"n_embd": HIDDEN_SIZE, "n_head": HEADS, "n_layer": 1, "attn_implementation": "sdpa"}
     sizes |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    layers = {"multi-head, h=8": GPT2Attention(GPT2Config(**sizes), layer_idx=0)}
-    for experts in EXPERTS:
-        config = MoaGPT2Config(
-            attention_type="moa", num_attention_experts=experts, head_dim=HEAD_DIM, **sizes
+    plain = GPT2Attention(GPT2Config(**sizes), layer_idx=0)
+    return {"multi-head, h=8": plain} | moa_layers(MoaGPT2Attention, MoaGPT2Config, sizes)
+
+
+def moa_layers(layer_class: type, config_class: type, sizes: dict) -> dict[str, torch.nn.Module]:
+    fields = {"attention_type": "moa", "head_dim": HEAD_DIM, **sizes}
+    return {
+        f"MoA, N={experts}": layer_class(
+            config_class(num_attention_experts=experts, **fields), layer_idx=0
         )
-        layers[f"MoA, N={experts}"] = MoaGPT2Attention(config, layer_idx=0)
-    return layers
+        for experts in EXPERTS
+    }
 
 
 def jetmoe_layers() -> dict[str, torch.nn.Module]:

@@ -184,6 +184,7 @@ class GatedAttention(nn.Module):
         )
         source = self._source(hidden_states, encoder_hidden_states, past_key_values)
         gates = None if self.cct is None else self.cct.gates(hidden_states, source)
+        kv_mask = encoder_padding_mask if self.is_cross_attention else padding_mask
         if gates is not None and self._skips(gates):
             return self._forward_sparse(
                 hidden_states,
@@ -193,7 +194,7 @@ class GatedAttention(nn.Module):
                 record,
                 attention_mask,
                 padding_mask=padding_mask,
-                kv_mask=encoder_padding_mask if self.is_cross_attention else padding_mask,
+                kv_mask=kv_mask,
                 past_key_values=past_key_values,
                 position_bias=position_bias,
                 **kwargs,
@@ -207,7 +208,6 @@ class GatedAttention(nn.Module):
         )
         if gates is not None:
             context = self.cct.gate_context(context, gates.query)
-            kv_mask = encoder_padding_mask if self.is_cross_attention else padding_mask
             record |= self._cct_record(gates, padding_mask, kv_mask, past_key_values)
         return AttentionResult(context, attentions, mix, record)
 
@@ -251,9 +251,9 @@ class GatedAttention(nn.Module):
                 causal=self.is_causal,
                 scaling=self.scaling,
             )
-        if key is not None and (visible is None or past_key_values is not None):
-            key, value = key_rows.scatter(key), key_rows.scatter(value)
         if visible is None or past_key_values is not None:
+            if key is not None:
+                key, value = key_rows.scatter(key), key_rows.scatter(value)
             key, value = self._key_value(key, value, past_key_values, hidden_states.device)
         if visible is None:
             context, attentions = self._attend(

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_NAMESPACE = "hf_moa"
-
 
 def expert_input(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`y_{t,s} = W_e x_t + b_e` with `e = index[t, s]`.
@@ -154,7 +152,7 @@ def _expert_output_backward(
 
 def _register() -> None:
     """Make the operators known to PyTorch; a second copy of this code leaves the first in place."""
-    if hasattr(torch.ops, _NAMESPACE) and hasattr(torch.ops.hf_moa, "expert_input"):
+    if hasattr(torch.ops.hf_moa, "expert_input"):
         return
     operators = {}
     for function in (
@@ -165,7 +163,7 @@ def _register() -> None:
     ):
         name = function.__name__.lstrip("_")
         operators[name] = torch.library.custom_op(
-            f"{_NAMESPACE}::{name}", function, mutates_args=(), device_types="cpu"
+            f"hf_moa::{name}", function, mutates_args=(), device_types="cpu"
         )
     operators["expert_input"].register_fake(
         lambda x, index, weight, bias: x.new_empty(*index.shape, weight.shape[1])

@@ -60,7 +60,7 @@ class FTGModel(BaseTuner):
 
     def _find_targets(self, model: nn.Module, config: FTGConfig, adapter_name: str) -> None:
         if config.target_modules is None:
-            config.target_modules = set(_selected(model, config))
+            config.target_modules = set(selected_modules(model, config))
         facts = _facts(model)
         if config.made_for is None:
             config.made_for = facts or None
@@ -124,7 +124,7 @@ class FTGModel(BaseTuner):
         return key.replace(f".ftg_modules.{adapter_name}.", ".ftg_modules.", 1)
 
 
-def _selected(model: nn.Module, config: FTGConfig) -> list[str]:
+def selected_modules(model: nn.Module, config: FTGConfig) -> list[str]:
     """Names of the modules that the config's gates, `plus` and layers select.
 
     Raises:

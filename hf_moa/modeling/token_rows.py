@@ -59,11 +59,16 @@ class TokenRows:
         """`[n]`, the position of each in its sequence."""
         return self.index % self.chosen.shape[1]
 
-    def _slots(self, size: int) -> Tensor:
-        """`[n]`, where each stands in a flattened `[B, size]`."""
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """`[n]` each: the sequence that each is of, and how many of it come before."""
         batch = self.index // self.chosen.shape[1]
         first = self.counts.cumsum(0) - self.counts
-        rank = torch.arange(len(self.index), device=self.index.device) - first[batch]
+        return batch, torch.arange(len(self.index), device=self.index.device) - first[batch]
+
+    def _slots(self, size: int) -> Tensor:
+        """`[n]`, where each stands in a flattened `[B, size]`."""
+        batch, rank = self._places
         return batch * size + rank
 
     def gather(self, x: Tensor) -> Tensor:

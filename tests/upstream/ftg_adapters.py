@@ -91,33 +91,47 @@ for test in vars(test_config.TestPeftConfig).values():
         if mark.args[1:] == (test_config.ALL_CONFIG_CLASSES,):  # a tuple
             test.pytestmark[i] = pytest.mark.parametrize(mark.args[0], [(FTGConfig, {})]).mark
 
-replace(
-    test_decoder_models.PEFT_DECODER_MODELS_TO_TEST,
-    save_models(GPT2, hf_moa.MoaGPT2LMHeadModel, "mae", "moa", "cct"),
-)
-replace(test_decoder_models.ALL_CONFIGS, adapters("CAUSAL_LM"))
-replace(
-    test_encoder_decoder_models.PEFT_ENCODER_DECODER_MODELS_TO_TEST,
-    save_models(T5, hf_moa.MoaT5ForConditionalGeneration, "mae", "moa", "cct"),
-)
-replace(test_encoder_decoder_models.ALL_CONFIGS, adapters("SEQ_2_SEQ_LM"))
-replace(
-    test_feature_extraction_models.PEFT_FEATURE_EXTRACTION_MODELS_TO_TEST,
-    save_models(BERT, hf_moa.MoaBertModel, "mae", "moa", "cct"),
-)
-replace(test_feature_extraction_models.ALL_CONFIGS, adapters("FEATURE_EXTRACTION"))
-replace(
-    test_seq_classifier.PEFT_SEQ_CLS_MODELS_TO_TEST,
-    save_models(BERT, hf_moa.MoaBertForSequenceClassification, "mae", "moa", "cct"),
-)
-replace(test_seq_classifier.ALL_CONFIGS, adapters("SEQ_CLS"))
-# the two tables of models are one list there
-replace(
-    test_token_classification_qa.PEFT_TOKEN_CLS_MODELS_TO_TEST,
-    save_models(BERT, hf_moa.MoaBertForTokenClassification, "mae", "moa", "cct"),
-)
-replace(test_token_classification_qa.TOKEN_CLS_CONFIGS, adapters("TOKEN_CLS"))
-replace(test_token_classification_qa.QA_CONFIGS, adapters("QUESTION_ANS"))
+# PEFT's table of models, its tables of adapters, and what takes their places
+for models, tables, family, model_class, tasks in (
+    (
+        test_decoder_models.PEFT_DECODER_MODELS_TO_TEST,
+        [test_decoder_models.ALL_CONFIGS],
+        GPT2,
+        hf_moa.MoaGPT2LMHeadModel,
+        ["CAUSAL_LM"],
+    ),
+    (
+        test_encoder_decoder_models.PEFT_ENCODER_DECODER_MODELS_TO_TEST,
+        [test_encoder_decoder_models.ALL_CONFIGS],
+        T5,
+        hf_moa.MoaT5ForConditionalGeneration,
+        ["SEQ_2_SEQ_LM"],
+    ),
+    (
+        test_feature_extraction_models.PEFT_FEATURE_EXTRACTION_MODELS_TO_TEST,
+        [test_feature_extraction_models.ALL_CONFIGS],
+        BERT,
+        hf_moa.MoaBertModel,
+        ["FEATURE_EXTRACTION"],
+    ),
+    (
+        test_seq_classifier.PEFT_SEQ_CLS_MODELS_TO_TEST,
+        [test_seq_classifier.ALL_CONFIGS],
+        BERT,
+        hf_moa.MoaBertForSequenceClassification,
+        ["SEQ_CLS"],
+    ),
+    (  # one list of models for both tasks
+        test_token_classification_qa.PEFT_TOKEN_CLS_MODELS_TO_TEST,
+        [test_token_classification_qa.TOKEN_CLS_CONFIGS, test_token_classification_qa.QA_CONFIGS],
+        BERT,
+        hf_moa.MoaBertForTokenClassification,
+        ["TOKEN_CLS", "QUESTION_ANS"],
+    ),
+):
+    replace(models, save_models(family, model_class, *GATES))
+    for table, task in zip(tables, tasks, strict=True):
+        replace(table, adapters(task))
 
 
 def is_about_ftg(item: pytest.Item) -> bool:
