@@ -68,6 +68,7 @@ class GatedAttention(nn.Module):
         mixture: `MultiHead`, `MixtureOfHeads` or `MixtureOfAttentionExperts`.
         cct: `GatedAttentionControl`, or None.
         num_kv_heads: heads of keys and values, 1 for MoA.
+        cost: what a token and a key cost.
     """
 
     def __init__(
@@ -102,6 +103,12 @@ class GatedAttention(nn.Module):
             head_dim=head_dim,
             gates_are_causal=gates_are_causal,
         )
+        self.cost = AttentionCost.of(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=head_dim,
+        )
         self.cct = None
         if config.has_cct:
             self.cct = GatedAttentionControl(
@@ -113,12 +120,6 @@ class GatedAttention(nn.Module):
                 norm=sublayer_norm(config, norm),
                 is_cross_attention=is_cross_attention,
                 starts_open=not config.cct_sublayer_norm,
-                cost=AttentionCost.of(
-                    hidden_size=hidden_size,
-                    num_heads=num_heads,
-                    num_kv_heads=self.num_kv_heads,
-                    head_dim=head_dim,
-                ),
             )
 
     def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
@@ -433,7 +434,7 @@ class GatedAttention(nn.Module):
         query = used_and_full(gates.query, padding_mask)
         kv = None if gates.kv is None else used_and_full(gates.kv, kv_mask)
         keys = self._keys_in_sight(kv, past_key_values)
-        cost = self.cct.cost.per_sequence(query=query, kv=kv, keys=keys)
+        cost = self.cost.per_sequence(query=query, kv=kv, keys=keys)
         return {"query_gate": gates.query, "kv_gate": gates.kv, "cost": cost}
 
     def _keys_in_sight(self, kv: Tensor | None, past_key_values: Cache | None) -> Tensor:

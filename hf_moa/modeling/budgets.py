@@ -162,6 +162,16 @@ class BudgetControl(nn.Module):
         """Use `budget` wherever a call names none; None undoes it."""
         self.budgets.choose(self._own(budget))
 
+    def share(self, budget: Any = None) -> float:
+        """The number that stands for a budget; None for the chosen one, or the default of eval.
+
+        Raises:
+            ValueError: the model does not know it.
+        """
+        own = self._own(budget)
+        own = self.budgets.chosen if own is None else own
+        return self.values[self.budgets.default if own is None else self.budgets.position(own)]
+
     def forward(self, batch_size: int, device: torch.device, budget: Any = None) -> Budget:
         """The budgets of a batch; see `BudgetList.resolve`."""
         index = self.budgets.resolve(

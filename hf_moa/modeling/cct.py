@@ -15,8 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cct_costs import AttentionCost
-
 # Logit at which gates of a converted checkpoint start: sigmoid(4) = 0.982.
 OPEN_GATE_LOGIT = 4.0
 
@@ -79,7 +77,6 @@ class GatedAttentionControl(nn.Module):
         is_cross_attention: keys and values come from other tokens, with a control network of
             their own.
         starts_open: see `ControlNetwork`.
-        cost: what the gates can skip.
     """
 
     def __init__(
@@ -93,10 +90,8 @@ class GatedAttentionControl(nn.Module):
         norm: Callable[[int], nn.Module],
         is_cross_attention: bool,
         starts_open: bool,
-        cost: AttentionCost,
     ):
         super().__init__()
-        self.cost = cost
         self.joint_context = joint_context
 
         def network(num_gates: int) -> ControlNetwork:

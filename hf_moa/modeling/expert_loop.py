@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 
 def expert_input(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -207,6 +208,30 @@ def _register() -> None:
 
     operators["expert_input"].register_autograd(input_backward, setup_context=save_input)
     operators["expert_output"].register_autograd(output_backward, setup_context=save_output)
+    _register_flops()
+
+
+def _register_flops() -> None:
+    """Tell `torch.utils.flop_counter` what the operators multiply."""
+
+    def product(index: torch.Size, weight: torch.Size) -> int:
+        return 2 * index.numel() * weight[1] * weight[2]
+
+    @register_flop_formula(torch.ops.hf_moa.expert_input)
+    def _(x, index, weight, bias, **kwargs) -> int:
+        return product(index, weight)
+
+    @register_flop_formula(torch.ops.hf_moa.expert_input_backward)
+    def _(grad, x, index, weight, **kwargs) -> int:
+        return 2 * product(index, weight)
+
+    @register_flop_formula(torch.ops.hf_moa.expert_output)
+    def _(x, index, scale, weight, **kwargs) -> int:
+        return product(index, weight)
+
+    @register_flop_formula(torch.ops.hf_moa.expert_output_backward)
+    def _(grad, x, index, scale, weight, **kwargs) -> int:
+        return 2 * product(index, weight)
 
 
 _register()

@@ -20,6 +20,7 @@ except ImportError:
     raise
 
 from .ftg_config import FTGConfig
+from .precision import autocasts
 
 
 class FTGLayer(nn.Module, BaseTunerLayer):
@@ -69,7 +70,7 @@ class FTGLayer(nn.Module, BaseTunerLayer):
         # an embedding is given integers: then the base says what comes out
         base = next((p.dtype for p in self.base_layer.parameters()), None)
         given = next((x.dtype for x in args if _is_floating(x)), base)
-        if dtype is None or given is None or torch.is_autocast_enabled(_device_type(args)):
+        if dtype is None or given is None or autocasts(_device_type(args)):
             return module(*args, **kwargs)
         args = tuple(x.to(dtype) if _is_floating(x) else x for x in args)
         # a gate that is told what to compute in

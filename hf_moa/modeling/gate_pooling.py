@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .gate_cache import Window
-from .precision import at_least_float32
+from .precision import at_least_float32, without_autocast
 
 # Sums at up to so many positions are products with a band of ones: faster than running sums, and no
 # rounding error travels along the sequence.
@@ -65,7 +65,7 @@ def _mean_of_masked(x: Tensor, mask: Tensor | None, window: int | None, *, last:
         # shape: (B, T, 1)
         count = _windowed_sum(mask.unsqueeze(-1).to(x.dtype), window, last=last).clamp(min=1)
     # Autocast would round to half precision.
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         if last <= _LARGEST_BAND:
             return (_band(last, length, window, x) / count) @ x
         return _windowed_sum(x, window, last=last) / count

@@ -15,6 +15,7 @@ from .budgets import Budget, BudgetControl
 from .cct import OPEN_GATE_LOGIT, ControlNetwork
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import DenseFeedForward
+from .flops import Flops, count_flops
 from .gate_norm import GateBatchNorm
 from .mae import EXPERT_SELECTIONS, MAE_PHASES, MaeGate, MixtureOfHeads
 from .moe import FeedForwardExperts
@@ -109,6 +110,48 @@ class GatedModel:
         for module in self.modules():
             if isinstance(module, ControlNetwork):
                 module.noise_scale.fill_(scale)
+
+    def flops(
+        self, sequence_length: int, *, decoder_length: int | None = None, budget: Any = None
+    ) -> Flops:
+        """Count the floating-point operations of a forward on one sequence, without running it.
+
+        What CCT skips differs from token to token: its layers count as what training holds them to,
+        the budget's share of their skippable part. (A batch's own share is in the output's
+        `compute_fraction`.)
+
+        Args:
+            sequence_length: in tokens; of the encoder in an encoder-decoder model.
+            decoder_length: of the decoder, all at once as in training; None for `sequence_length`.
+            budget: one of the model's, a pair for encoder-decoder models; None for the default.
+
+        Returns:
+            Operations by layer and part: total and active ones. `print` shows them per token.
+
+        Raises:
+            ValueError: a length that is none, `decoder_length` for a model without a decoder, or a
+            budget that the model does not know.
+
+        Example:
+            >>> model.flops(128, budget=0.5).active
+        """
+        if not any(isinstance(module, BudgetControl) for module in self.modules()):
+            self._refuse_budget(budget)
+        lengths = {"sequence_length": sequence_length}
+        if self.config.is_encoder_decoder:
+            lengths["decoder_length"] = sequence_length if decoder_length is None else decoder_length
+        elif decoder_length is not None:
+            raise ValueError(
+                f"decoder_length needs an encoder-decoder model (got {decoder_length!r}); leave it out."
+            )
+        for name, length in lengths.items():
+            if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+                raise ValueError(f"{name} must be an integer of at least 1 (got {length!r}).")
+        return count_flops(self, *lengths.values(), budget=budget)
+
+    def _run_to_count(self, tokens: Tensor) -> None:
+        """Run on `[1, T]` for `flops`; encoder-decoder models take `[1, S]` and `[1, T]`."""
+        self(input_ids=tokens)
 
     def set_global_statistics(
         self, *, gate_norm: bool | None = None, router_balance: bool | None = None

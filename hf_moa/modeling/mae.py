@@ -26,7 +26,7 @@ from .gate_cache import Window
 from .gate_norm import GateBatchNorm
 from .gate_pooling import last_windowed_means, masked_mean, windowed_mean
 from .multi_head import MultiHead
-from .precision import at_least_float32
+from .precision import at_least_float32, without_autocast
 from .process_sum import has_several_processes
 from .token_rows import TokenRows
 
@@ -51,12 +51,8 @@ def head_weights(expert_weights: Tensor, kept: Tensor, *, num_dropped: int) -> T
     """
     num_heads = kept.shape[-1]
     kept = kept.to(expert_weights.dtype)
-    device = expert_weights.device.type
-    if torch.is_autocast_enabled(device):
-        # it would round the weights of E experts to half precision before they are added up
-        with torch.autocast(device, enabled=False):
-            weights = expert_weights @ kept
-    else:
+    # autocast would round the weights of E experts to half precision before they are added up
+    with without_autocast(expert_weights.device.type):
         weights = expert_weights @ kept
     return weights * (num_heads / (num_heads - num_dropped))
 

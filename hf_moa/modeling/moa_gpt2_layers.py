@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,6 +18,7 @@ from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import build_feed_forward, build_feed_forward_gate, gated_dense
 from .gate_step import only_gates_learn_in_gate_phase
 from .linear_slices import linear_slice
+from .precision import without_autocast
 
 
 class MoaGPT2Attention(GatedAttention):
@@ -104,7 +104,7 @@ def upcast_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """GPT-2's `reorder_and_upcast_attn`: scores and softmax in float32, also under autocast."""
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         scores = query.float() @ key.float().transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask

@@ -445,6 +445,9 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, 1)
         self.post_init()
 
+    def _run_to_count(self, tokens: Tensor) -> None:
+        self(input_ids=tokens.unsqueeze(1))  # of one choice
+
     @only_gates_learn_in_gate_phase
     @can_return_tuple
     def forward(

@@ -59,6 +59,10 @@ class MoaGPT2PreTrainedModel(GatedModel, GPT2PreTrainedModel):
         if isinstance(module, MoaGPT2Attention) and isinstance(module.c_proj, Conv1D):
             init.normal_(module.c_proj.weight, std=self._attention_init_std()[1])
 
+    def _run_to_count(self, tokens: Tensor) -> None:
+        # without a mask, transformers looks for padding in the tokens, which have no numbers
+        self(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+
     def _attention_init_std(self) -> tuple[float, float]:
         std = self.config.initializer_range
         # projections into the residual stream start smaller with depth, as GPT-2's do

@@ -215,6 +215,11 @@ class MoaT5ForSequenceClassification(MoaT5PreTrainedModel):
         self.classification_head = T5ClassificationHead(config)
         self.post_init()
 
+    def _run_to_count(self, tokens: Tensor, decoder_tokens: Tensor) -> None:
+        # where the end token stands is not known
+        outputs = self.transformer(input_ids=tokens, decoder_input_ids=decoder_tokens)
+        self.classification_head(outputs.last_hidden_state[:, -1])
+
     @only_gates_learn_in_gate_phase
     @can_return_tuple
     def forward(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,17 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device; the meta device knows none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """A context in which products keep the dtype of their inputs."""
+    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
+
+
 def compute_dtype(weight: Tensor) -> torch.dtype:
     """What a product with `weight` is computed in: its own dtype, or autocast's."""
     device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return torch.get_autocast_dtype(device) if autocasts(device) else weight.dtype

@@ -180,7 +180,7 @@ def test_attention_cost_counts_what_is_computed(causal):
 
 def test_moa_costs_count_its_own_projections():
     config = cct_config(attention_type="moa", num_attention_heads=2, head_dim=12)
-    cost = MoaBertAttention(config, layer_idx=0).self.cct.cost
+    cost = MoaBertAttention(config, layer_idx=0).self.cost
     assert (cost.kv, cost.query, cost.pair) == (2 * 32 * 12, 2 * 32 * 24, 2 * 24)
 
 
