@@ -11,21 +11,40 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
+from .attention_functions import eager_attention_forward
 from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
 from .cct_costs import AttentionCost, used_and_full
-from .gate_cache import Window, gated_layer
+from .gate_cache import Window, gated_layer, own_cache
 from .linear_slices import is_plain, takes_rows
-from .mae import MixtureOfHeads
-from .moa import MixtureOfAttentionExperts
-from .multi_head import MultiHead
-from .skipped_keys import attend_among_rows, visible_keys
+from .mixtures import build_mixture
+from .open_keys_cache import OpenKeysLayer, open_keys_layer, spread_open_keys
+from .skipped_keys import OpenKeys, attend_to_open_keys, scores_to_add, visible_keys
 from .token_rows import TokenRows, skips
+
+
+class AttentionCall(NamedTuple):
+    """What `GatedAttention` is called with; see its `forward`.
+
+    Attributes:
+        source: `[B, S, d]`, the tokens that keys and values are projected from; None where they are
+            cached.
+        kv_mask: `[B, S]` bool, the real ones of them; None for all.
+        kwargs: for the attention implementation.
+    """
+
+    hidden_states: Tensor
+    source: Tensor | None
+    attention_mask: Any
+    position_bias: Tensor | None
+    padding_mask: Tensor | None
+    kv_mask: Tensor | None
+    past_key_values: Cache | None
+    kwargs: dict[str, Any]
 
 
 class AttentionResult(NamedTuple):
@@ -183,110 +202,132 @@ class GatedAttention(nn.Module):
             padding_mask,
             self._gate_window(hidden_states, padding_mask, past_key_values),
         )
-        source = self._source(hidden_states, encoder_hidden_states, past_key_values)
-        gates = None if self.cct is None else self.cct.gates(hidden_states, source)
-        kv_mask = encoder_padding_mask if self.is_cross_attention else padding_mask
-        if gates is not None and self._skips(gates):
-            return self._forward_sparse(
-                hidden_states,
-                source,
-                gates,
-                mix,
-                record,
-                attention_mask,
-                padding_mask=padding_mask,
-                kv_mask=kv_mask,
-                past_key_values=past_key_values,
-                position_bias=position_bias,
-                **kwargs,
-            )
-        query, key, value = self.project(hidden_states, source, mix)
+        call = AttentionCall(
+            hidden_states,
+            self._source(hidden_states, encoder_hidden_states, past_key_values),
+            attention_mask,
+            position_bias,
+            padding_mask,
+            encoder_padding_mask if self.is_cross_attention else padding_mask,
+            past_key_values,
+            kwargs,
+        )
+        gates = None if self.cct is None else self.cct.gates(hidden_states, call.source)
+        if gates is not None and self._skips(call, gates):
+            return self._forward_sparse(call, gates, mix, record)
+        query, key, value = self.project(hidden_states, call.source, mix)
         if gates is not None and key is not None:
             key, value = self.cct.gate_key_value(key, value, gates.kv)
-        key, value = self._key_value(key, value, past_key_values, hidden_states.device)
-        context, attentions = self._attend(
-            query, key, value, attention_mask, position_bias, mix, **kwargs
-        )
+        key, value = self._key_value(call, key, value)
+        context, attentions = self._attend(call, query, key, value, mix)
         if gates is not None:
             context = self.cct.gate_context(context, gates.query)
-            record |= self._cct_record(gates, padding_mask, kv_mask, past_key_values)
+            record |= self._cct_record(call, gates)
         return AttentionResult(context, attentions, mix, record)
 
     def _forward_sparse(
-        self,
-        hidden_states: Tensor,
-        source: Tensor | None,
-        gates: AttentionGates,
-        mix: Any,
-        record: dict[str, Any],
-        attention_mask: Any,
-        *,
-        padding_mask: Tensor | None,
-        kv_mask: Tensor | None,
-        past_key_values: Cache | None,
-        position_bias: Tensor | None,
-        **kwargs: Any,
+        self, call: AttentionCall, gates: AttentionGates, mix: Any, record: dict[str, Any]
     ) -> AttentionResult:
         """The same as the dense flow, of the tokens whose gates are open."""
         query_rows = TokenRows(gates.query > 0)
         row_mix = self.mixture.take(mix, query_rows)
-        query = self.project_query(query_rows.gather(hidden_states), row_mix)
-        attentions = key = value = visible = None
-        if source is not None:
-            if position_bias is None and self._is_sdpa():
-                visible = self._visible_keys(attention_mask, kv_mask, source, past_key_values)
-            key_rows = TokenRows(gates.kv > 0 if visible is None else (gates.kv > 0) & visible)
-            key, value = self.project_key_value(key_rows.gather(source))
+        query = self.project_query(query_rows.gather(call.hidden_states), row_mix)
+        attentions = key = value = key_rows = None
+        if call.source is not None:
+            key_rows = TokenRows(gates.kv > 0)
+            key, value = self.project_key_value(key_rows.gather(call.source))
             key, value = self.cct.key_norm(key), self.cct.value_norm(value)
-        if visible is not None:
-            row_key, row_value = (
-                x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (key, value)
-            )
-            context = attend_among_rows(
-                query,
-                row_key,
-                row_value,
-                query_rows=query_rows,
-                key_rows=key_rows,
-                visible=visible,
-                causal=self.is_causal,
-                scaling=self.scaling,
-            )
-        if visible is None or past_key_values is not None:
+        cached = self._cached_open_keys(call, start=True)
+        if self._is_sdpa() and (cached is not None or call.past_key_values is None):
+            keys = self._open_keys(call, cached, key, value, key_rows)
+            context = self._attend_to_open_keys(call, query, query_rows, keys, mix)
+        else:
             if key is not None:
                 key, value = key_rows.scatter(key), key_rows.scatter(value)
-            key, value = self._key_value(key, value, past_key_values, hidden_states.device)
-        if visible is None:
-            context, attentions = self._attend(
-                query_rows.scatter(query), key, value, attention_mask, position_bias, mix, **kwargs
-            )
+            key, value = self._key_value(call, key, value)
+            context, attentions = self._attend(call, query_rows.scatter(query), key, value, mix)
             context = query_rows.gather(context)
         context = self.cct.norm_context(context)
-        record |= self._cct_record(gates, padding_mask, kv_mask, past_key_values)
+        record |= self._cct_record(call, gates)
         return AttentionResult(context, attentions, row_mix, record, query_rows)
 
-    def _skips(self, gates: AttentionGates) -> bool:
+    def _skips(self, call: AttentionCall, gates: AttentionGates) -> bool:
         """Whether this call computes the tokens with open gates alone."""
-        return (
-            not (self.training or self.cct.is_soft)
-            and all(map(takes_rows, self.children()))
-            and skips(
-                self.config.cct_execution, gates.query if gates.kv is None else gates.kv, gates.query
+        if self.training or self.cct.is_soft or not all(map(takes_rows, self.children())):
+            return False
+        execution = self.config.cct_execution
+        if execution == "auto" and not is_tracing(gates.query):
+            # The first token does not tell what share of the next ones is skipped.
+            starts = gates.query.shape[1] == 1 and gates.query.device.type == "cpu"
+            if self._cached_open_keys(call, start=starts) is not None:
+                execution = "sparse"
+        return skips(execution, gates.query if gates.kv is None else gates.kv, gates.query)
+
+    def _cached_open_keys(self, call: AttentionCall, *, start: bool) -> OpenKeysLayer | None:
+        """The layer of the cache, if it holds open keys alone; `start`: or can from now on."""
+        if call.past_key_values is None or not self._is_sdpa():
+            return None
+        return open_keys_layer(
+            call.past_key_values, self.layer_idx, cross=self.is_cross_attention, start=start
+        )
+
+    def _open_keys(
+        self,
+        call: AttentionCall,
+        cached: OpenKeysLayer | None,
+        key: Tensor | None,
+        value: Tensor | None,
+        rows: TokenRows | None,
+    ) -> OpenKeys:
+        """All keys that are not skipped: those of `rows`, `[1, n, num_kv_heads * dh]` (None where they
+        are cached), and the cached ones."""
+        if key is not None:
+            key, value = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (key, value))
+            if cached is None:
+                return OpenKeys.of(rows, key, value)
+            self._cache(call).update(key, value, self.layer_idx, rows=rows)
+            self._note_updated(call)
+        return cached.open_keys
+
+    def _attend_to_open_keys(
+        self, call: AttentionCall, query: Tensor, query_rows: TokenRows, keys: OpenKeys, mix: Any
+    ) -> Tensor:
+        """Contexts `[1, n, heads, dh]` of the queries of `query_rows`."""
+        batch_size, length = query_rows.chosen.shape
+        visible = visible_keys(
+            call.attention_mask,
+            call.kv_mask,
+            batch_size=batch_size,
+            num_queries=length,
+            num_keys=keys.length,
+            causal=self.is_causal,
+            device=query.device,
+        )
+        scores = None
+        if visible is None or call.position_bias is not None:
+            bias = call.position_bias
+            scores = scores_to_add(
+                call.attention_mask if visible is None else None,
+                None if bias is None else self.mixture.position_bias(bias, mix),
+                causal=self.is_causal,
+                like=query.new_empty(1, 1, length, keys.length),
             )
+        return attend_to_open_keys(
+            query,
+            keys,
+            query_rows=query_rows,
+            visible=visible,
+            scores=scores,
+            causal=self.is_causal and length > 1,
+            scaling=self.scaling,
         )
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        position_bias: Tensor | None,
-        mix: Any,
-        **kwargs: Any,
+        self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mix: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of `[B, T, heads, dh]` to `[B, num_kv_heads, S, dh]`: contexts
         `[B, T, heads, dh]`, and the probabilities where the implementation gives them."""
+        attention_mask, position_bias, kwargs = call.attention_mask, call.position_bias, {**call.kwargs}
         batch, length, heads = query.shape[:3]
         if position_bias is not None:
             position_bias = self.mixture.position_bias(position_bias, mix)
@@ -335,24 +376,6 @@ class GatedAttention(nn.Module):
             return False
         return bool((attention_mask == attention_mask[:, :, :1]).all())
 
-    def _visible_keys(
-        self,
-        attention_mask: Tensor | None,
-        kv_mask: Tensor | None,
-        source: Tensor,
-        past_key_values: Cache | None,
-    ) -> Tensor | None:
-        """`visible_keys`, where these are all the keys there are: none is in the cache, and none that is
-        put there is left out now."""
-        if past_key_values is not None and not self.is_cross_attention:
-            layer = gated_layer(past_key_values, self.layer_idx)
-            if layer.is_initialized and int(layer.get_seq_length()) > 0:
-                return None
-        visible = visible_keys(attention_mask, kv_mask, source=source, causal=self.is_causal)
-        if visible is None or past_key_values is None or bool(visible.all()):
-            return visible
-        return None
-
     def _is_sdpa(self) -> bool:
         return self.config._attn_implementation == "sdpa"
 
@@ -396,44 +419,38 @@ class GatedAttention(nn.Module):
             return None
         return encoder_hidden_states
 
+    def _cache(self, call: AttentionCall) -> Cache:
+        return own_cache(call.past_key_values, cross=self.is_cross_attention)
+
+    def _note_updated(self, call: AttentionCall) -> None:
+        if self.is_cross_attention:
+            call.past_key_values.is_updated[self.layer_idx] = True
+
     def _key_value(
-        self,
-        key: Tensor | None,
-        value: Tensor | None,
-        past_key_values: Cache | None,
-        device: torch.device,
+        self, call: AttentionCall, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, num_kv_heads, S, dh]`, of the projected ones and the cache."""
-        cache = past_key_values
-        if isinstance(cache, EncoderDecoderCache):
-            cache = (
-                cache.cross_attention_cache if self.is_cross_attention else cache.self_attention_cache
-            )
+        if call.past_key_values is not None:
+            self.prepare_cache(call.past_key_values)  # before a plain layer takes the first keys
+            spread_open_keys(call.past_key_values, self.layer_idx, cross=self.is_cross_attention)
         if key is None:
-            layer = cache.layers[self.layer_idx]
+            layer = self._cache(call).layers[self.layer_idx]
             # an offloaded cache brings back only the layers that are updated
+            device = call.hidden_states.device
             return layer.keys.to(device), layer.values.to(device)
         key, value = (
             x.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2) for x in (key, value)
         )
-        if cache is not None:
-            self.prepare_cache(past_key_values)  # before a plain layer takes the first keys
-            key, value = cache.update(key, value, self.layer_idx)
-            if self.is_cross_attention:
-                past_key_values.is_updated[self.layer_idx] = True
+        if call.past_key_values is not None:
+            key, value = self._cache(call).update(key, value, self.layer_idx)
+            self._note_updated(call)
         return key, value
 
-    def _cct_record(
-        self,
-        gates: AttentionGates,
-        padding_mask: Tensor | None,
-        kv_mask: Tensor | None,
-        past_key_values: Cache | None,
-    ) -> dict[str, Tensor]:
+    def _cct_record(self, call: AttentionCall, gates: AttentionGates) -> dict[str, Tensor]:
         """Gates of this call and its `cost` `[B, 2]`, used and full."""
-        query = used_and_full(gates.query, padding_mask)
-        kv = None if gates.kv is None else used_and_full(gates.kv, kv_mask)
-        keys = self._keys_in_sight(kv, past_key_values)
+        query = used_and_full(gates.query, call.padding_mask)
+        kv = None if gates.kv is None else used_and_full(gates.kv, call.kv_mask)
+        keys = self._keys_in_sight(kv, call.past_key_values)
         cost = self.cost.per_sequence(query=query, kv=kv, keys=keys)
         return {"query_gate": gates.query, "kv_gate": gates.kv, "cost": cost}
 
@@ -451,57 +468,3 @@ class GatedAttention(nn.Module):
             past = layer.count("keys", kv).unsqueeze(1)
         keys = kv.cumsum(dim=1) if self.is_causal else kv.sum(dim=1, keepdim=True)
         return keys if past is None else keys + past
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Plain attention: `[B, heads, T, dh]` -> `[B, T, heads, dh]` and `[B, heads, T, S]`."""
-    scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
-    if position_bias is not None:
-        scores = scores + position_bias
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    attentions = nn.functional.softmax(scores, dim=-1)
-    attentions = nn.functional.dropout(attentions, p=dropout, training=module.training)
-    return (attentions @ value).transpose(1, 2).contiguous(), attentions
-
-
-def build_mixture(
-    config, *, hidden_size: int, num_heads: int, head_dim: int, gates_are_causal: bool
-) -> nn.Module:
-    """The mixture that a gating configuration asks for.
-
-    Args:
-        config: a `GatingConfig`.
-        hidden_size, num_heads, head_dim: d, h (k for MoA) and dh.
-        gates_are_causal: MAE gates see no later token.
-    """
-    if config.attention_type == "moa":
-        return MixtureOfAttentionExperts(
-            hidden_size=hidden_size,
-            num_experts=config.attention_experts,
-            num_selected=num_heads,
-            router_type=config.router_type,
-        )
-    if config.attention_type == "mae":
-        return MixtureOfHeads(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_dropped=config.mae_num_dropped_heads,
-            gate_type=config.mae_gate_type,
-            gate_hidden_size=config.mae_gate_hidden_size,
-            gate_dropout=config.mae_gate_dropout,
-            is_causal=gates_are_causal,
-            window=config.mae_gate_window,
-        )
-    return MultiHead(num_heads=num_heads, head_dim=head_dim)

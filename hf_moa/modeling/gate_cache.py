@@ -85,10 +85,9 @@ class _GateStates:
 
     @classmethod
     def in_place_of(cls, layer):
-        """A layer of this class for the plain, still empty `layer`."""
+        """A layer of this class for another that holds no keys yet."""
         gated = cls.__new__(cls)
-        gated.__dict__.update(layer.__dict__)
-        gated.states = {}
+        gated.__dict__.update({"states": {}, **layer.__dict__})
         return gated
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -156,6 +155,9 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         self.states = {}
 
     def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove >= 0:
+            super().crop(tokens_to_remove)  # which refuses what is no removal
+            return
         length = self.get_seq_length()
         left = length - abs(tokens_to_remove)
         needed = left if self._window_size is None else min(left, self._window_size - 1)
@@ -166,9 +168,12 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
                 f"beyond their window (got {tokens_to_remove}). To hold all, call "
                 "`past_key_values.activate_past_recording()` after the first forward."
             )
-        super().crop(tokens_to_remove)
+        self._crop_keys(abs(tokens_to_remove))
         for state in self.states.values():
             state.crop(abs(tokens_to_remove))
+
+    def _crop_keys(self, tokens_to_remove: int) -> None:
+        super().crop(-tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -232,6 +237,13 @@ class GatedStaticLayer(_GateStates, StaticLayer):
 _GATED = {DynamicLayer: GatedDynamicLayer, StaticLayer: GatedStaticLayer}
 
 
+def own_cache(past_key_values: Cache, *, cross: bool) -> Cache:
+    """The part of a decoder's cache that is of self-attention, or of cross-attention."""
+    if not isinstance(past_key_values, EncoderDecoderCache):
+        return past_key_values
+    return past_key_values.cross_attention_cache if cross else past_key_values.self_attention_cache
+
+
 def gated_layer(
     past_key_values: Cache, layer_idx: int, *, cross: bool = False
 ) -> GatedDynamicLayer | GatedStaticLayer:
@@ -245,9 +257,7 @@ def gated_layer(
     Raises:
         ValueError: the cache is of a kind that cannot hold them, or was filled without them.
     """
-    cache = past_key_values
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.cross_attention_cache if cross else cache.self_attention_cache
+    cache = own_cache(past_key_values, cross=cross)
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]

@@ -13,12 +13,12 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.pytorch_utils import Conv1D
 
 from .attention import GatedAttention
+from .attention_functions import upcast_attention_forward
 from .configuration_moa_gpt2 import MoaGPT2Config
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import build_feed_forward, build_feed_forward_gate, gated_dense
 from .gate_step import only_gates_learn_in_gate_phase
 from .linear_slices import linear_slice
-from .precision import without_autocast
 
 
 class MoaGPT2Attention(GatedAttention):
@@ -91,26 +91,6 @@ class MoaGPT2Attention(GatedAttention):
         if self.config._attn_implementation == "eager" and self.config.reorder_and_upcast_attn:
             return upcast_attention_forward
         return super().attention_function()
-
-
-def upcast_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """GPT-2's `reorder_and_upcast_attn`: scores and softmax in float32, also under autocast."""
-    with without_autocast(query.device.type):
-        scores = query.float() @ key.float().transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    attentions = nn.functional.softmax(scores, dim=-1).to(value.dtype)
-    attentions = nn.functional.dropout(attentions, p=dropout, training=module.training)
-    return (attentions @ value).transpose(1, 2), attentions
 
 
 class MoaGPT2MLP(GPT2MLP):

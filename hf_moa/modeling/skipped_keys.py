@@ -1,55 +1,128 @@
-"""Attention among the tokens that CCT does not skip, exactly as if all were there.
+"""Attention to the keys that CCT does not skip, exactly as if all were there.
 
-A skipped key has K = 0 and V = 0: its score is 0, and it still adds `exp(0)` to the denominator of the
-softmax. One further key with a score of `log(number of skipped keys)` and V = 0 stands for all of them,
-for each query those that it sees. (Half precision rounds that score.)
+A skipped key has K = 0 and V = 0: its score is 0 (or its bias, where scores have one), and it still adds
+`exp(score)` to the denominator of the softmax. One key with V = 0 stands for all of them; its score is
+the logarithm of their sum, for each query of those that it sees. (Half precision rounds that score.)
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
+from .precision import at_least_float32
 from .token_rows import TokenRows
 
 
+class OpenKeys(NamedTuple):
+    """The keys of S tokens that are not skipped, each sequence's behind one another.
+
+    Attributes:
+        key, value: `[B, kv_heads, 1 + K, dh]`; zero in slot 0, which stands for the skipped ones.
+        position: `[B, 1 + K]` int64, of the tokens; -1 in slot 0 and behind a sequence's last key.
+        length: S.
+    """
+
+    key: Tensor
+    value: Tensor
+    position: Tensor
+    length: int
+
+    @classmethod
+    def of(cls, rows: TokenRows, key: Tensor, value: Tensor) -> OpenKeys:
+        """Of `key` and `value` `[1, n, kv_heads, dh]` of the tokens `rows`."""
+        key, value = (rows.pad(x, before=1).transpose(1, 2) for x in (key, value))
+        position = rows.pad((rows.positions + 1).unsqueeze(0), before=1) - 1
+        return cls(key, value, position, rows.chosen.shape[1])
+
+    @property
+    def is_key(self) -> Tensor:
+        """`[B, 1 + K]` bool, slots that hold one."""
+        return self.position >= 0
+
+    @property
+    def skipped(self) -> Tensor:
+        """`[B, S]` bool, tokens whose keys are not here."""
+        skipped = self.position.new_ones(self.position.shape[0], 1 + self.length, dtype=torch.bool)
+        return skipped.scatter_(1, self.position + 1, False)[:, 1:]
+
+    def at(self, x: Tensor) -> Tensor:
+        """`x` `[B, S]` at the keys' positions, `[B, 1 + K]`; anything where there is none."""
+        return x.gather(1, self.position.clamp(min=0))
+
+
 def visible_keys(
-    attention_mask: Tensor | None, padding_mask: Tensor | None, *, source: Tensor, causal: bool
+    attention_mask: Tensor | None,
+    padding_mask: Tensor | None,
+    *,
+    batch_size: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    device: torch.device,
 ) -> Tensor | None:
     """Which keys a mask shows to every query (of those up to it, where it is causal).
 
     Args:
         attention_mask: `[B, 1, T, S]` bool as transformers makes it for SDPA, or None.
         padding_mask: `[B, S]` bool, real tokens among the keys; None for all.
-        source: `[B, S, d]`, what the keys are made of.
+        batch_size, num_queries, num_keys: B, T and S.
         causal: queries see no later key.
+        device: of the result.
 
     Returns:
         `[B, S]` bool, or None: the mask is not so simple.
     """
-    batch, length = source.shape[:2]
+    causal = causal and num_queries > 1
+    if causal and num_queries != num_keys:
+        return None
+    every = torch.ones(batch_size, num_keys, dtype=torch.bool, device=device)
     if attention_mask is None:
-        return source.new_ones(batch, length, dtype=torch.bool)
-    if attention_mask.dtype != torch.bool or attention_mask.shape[-1] != length:
+        return every
+    if attention_mask.dtype != torch.bool or attention_mask.shape[-1] != num_keys:
         return None
-    if not causal:
-        keys = attention_mask[:, :, :1]
-        is_simple = attention_mask.shape[1] == 1 and bool((attention_mask == keys).all())
-        return keys[:, 0, 0].expand(batch, -1) if is_simple else None
-    if padding_mask is None:
-        return None
-    expected = padding_mask[:, None, None] & torch.ones_like(attention_mask).tril()
-    return padding_mask if torch.equal(attention_mask, expected) else None
+    if causal:
+        real = every if padding_mask is None else padding_mask
+        expected = real[:, None, None] & torch.ones_like(attention_mask).tril()
+        return real if torch.equal(attention_mask, expected) else None
+    keys = attention_mask[:, :, :1]
+    is_simple = attention_mask.shape[1] == 1 and bool((attention_mask == keys).all())
+    return keys[:, 0, 0].expand(batch_size, -1) if is_simple else None
 
 
-def attend_among_rows(
+def scores_to_add(
+    attention_mask: Tensor | None, position_bias: Tensor | None, *, causal: bool, like: Tensor
+) -> Tensor:
+    """What a mask and a bias add to the scores, in one: `[B or 1, h or 1, T, S]`, `-inf` for keys that a
+    query does not see.
+
+    Args:
+        attention_mask: `[B, 1, T, S]`, bool or to be added; None for none.
+        position_bias: `[B or 1, h, T, S]`, or None.
+        causal: whether queries see no later key, where no mask says so.
+        like: `[..., T, S]`, of the size of the scores.
+    """
+    scores = like.new_zeros(like.shape) if position_bias is None else position_bias
+    scores = at_least_float32(scores)
+    if attention_mask is None:
+        rows, columns = scores.shape[-2:]
+        if not causal or rows == 1:
+            return scores
+        attention_mask = scores.new_ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    if attention_mask.dtype == torch.bool:
+        return scores.masked_fill(~attention_mask, float("-inf"))
+    return scores + attention_mask
+
+
+def attend_to_open_keys(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    keys: OpenKeys,
     *,
     query_rows: TokenRows,
-    key_rows: TokenRows,
-    visible: Tensor,
+    visible: Tensor | None,
+    scores: Tensor | None,
     causal: bool,
     scaling: float,
 ) -> Tensor:
@@ -57,50 +130,96 @@ def attend_among_rows(
 
     Args:
         query: `[1, n, heads, dh]`, of `query_rows`.
-        key, value: `[1, m, kv_heads, dh]`, of `key_rows`; `kv_heads` is `heads`, or 1 for all.
+        keys: of `heads` heads, or of one for all.
         query_rows: the tokens whose queries are not skipped.
-        key_rows: the tokens whose keys are visible and not skipped.
-        visible: `[B, S]` bool, keys that count at all, skipped or not.
-        causal: queries see no later key; then they are of the same tokens as the keys.
+        visible: `[B, S]` bool, keys that count at all, skipped or not; None for all.
+        scores: `[B or 1, heads or 1, T, S]`, added to the scores; None for nothing.
+        causal: without `scores`: queries see no later key. Then T = S.
         scaling: of the scores.
 
     Returns:
         `[1, n, heads, dh]`.
     """
     heads = query.shape[2]
-    # shape: (B, heads, most queries, dh), (B, kv_heads, most keys + 1, dh)
-    query = query_rows.pad(query).transpose(1, 2)
-    key, value = (key_rows.pad(x, more=1).transpose(1, 2) for x in (key, value))
+    batch_size = len(keys.position)
+    if visible is None:
+        visible = keys.position.new_ones(batch_size, keys.length, dtype=torch.bool)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    bias = _bias(query_rows, key_rows, visible.to(dtype), causal=causal).to(query.dtype).unsqueeze(1)
+    # shape: (B, heads, most queries, dh)
+    query = query_rows.pad(query).transpose(1, 2)
+    if scores is not None:
+        bias = _bias_of_scores(scores, query_rows, keys, visible)
+    elif causal:
+        bias = _causal_bias(query_rows, keys, visible, dtype)
+    else:
+        bias = _bias(keys, visible, dtype)
+    key, value = keys.key, keys.value
     if key.shape[1] == 1 and heads > 1:
-        if causal:
-            key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
-        else:
+        if bias.shape[1] == bias.shape[2] == 1:
             # shape: (B, heads, Q, dh) -> (B, 1, Q * heads, dh): further queries
             query = query.transpose(1, 2).flatten(1, 2).unsqueeze(1)
+        else:
+            key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
     context = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, scale=scaling
+        query, key, value, attn_mask=bias.to(query.dtype), scale=scaling
     )
-    context = context.transpose(1, 2).reshape(len(visible), -1, heads, context.shape[-1])
+    context = context.transpose(1, 2).reshape(batch_size, -1, heads, context.shape[-1])
     return query_rows.unpad(context)
 
 
-def _bias(query_rows: TokenRows, key_rows: TokenRows, visible: Tensor, *, causal: bool) -> Tensor:
-    """Added to the scores: `[B, Q or 1, K + 1]`, 0 for the keys there are, -inf for padding and later
-    keys, and for the last one the logarithm of the number of skipped keys."""
-    skipped = visible.masked_fill(key_rows.chosen, 0.0)
-    if not causal:
-        number = skipped.sum(dim=1, keepdim=True)
-        # a sequence without any key: its context is zero
-        number = torch.where(visible.amax(dim=1, keepdim=True) > 0, number, 1.0)
-        taken = key_rows.pad(number.new_ones(1, len(key_rows)))
-        return torch.cat([taken.log(), number.log()], dim=1).unsqueeze(1)
+# What is added to the scores: -inf in slots without a key and for keys that are not seen, and in slot 0
+# the logarithm of what the skipped keys add to the denominator. A query that sees nothing, as of
+# padding, has 1 for it: its context is zero.
+
+
+def _bias(keys: OpenKeys, visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same for every query and head: `[B, 1, 1, 1 + K]`."""
+    number = (visible & keys.skipped).sum(dim=1)
+    number = torch.where(visible.any(dim=1), number, 1)
+    taken = (keys.at(visible) & keys.is_key).to(dtype)
+    taken[:, 0] = number
+    return taken.log()[:, None, None]
+
+
+def _causal_bias(query_rows: TokenRows, keys: OpenKeys, visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[B, 1, Q, 1 + K]`, of queries that see no later key."""
     # positions from 1 on: 0 is padding
     position = query_rows.pad((query_rows.positions + 1).unsqueeze(0)).unsqueeze(2)
-    key_position = key_rows.pad((key_rows.positions + 1).unsqueeze(0)).unsqueeze(1)
-    seen = (key_position <= position) & (key_position > 0)
-    number = query_rows.pad(query_rows.gather(skipped.cumsum(dim=1).unsqueeze(2)))
-    # a query that sees nothing, as of padding: its context is zero
-    number = torch.where(seen.any(dim=2, keepdim=True) | (number > 0), number, 1.0)
-    return torch.cat([seen.to(visible.dtype).log(), number.log()], dim=2)
+    taken = (keys.at(visible) & keys.is_key).unsqueeze(1) & (keys.position.unsqueeze(1) < position)
+    skipped = (visible & keys.skipped).cumsum(dim=1)
+    number = query_rows.pad(query_rows.gather(skipped))
+    number = torch.where(taken.any(dim=2) | (number > 0), number, 1)
+    taken = taken.to(dtype)
+    taken[..., 0] = number
+    return taken.log().unsqueeze(1)
+
+
+def _bias_of_scores(scores: Tensor, query_rows: TokenRows, keys: OpenKeys, visible: Tensor) -> Tensor:
+    """`[B, heads or 1, Q, 1 + K]`."""
+    batch_size, infinity = len(visible), float("inf")
+    largest = scores.detach().amax(dim=-1, keepdim=True)
+    largest = torch.where(largest == -infinity, 0.0, largest)
+    skipped = (visible & keys.skipped).to(scores.dtype)
+    terms = (scores - largest).exp()
+    if scores.shape[0] == 1:
+        # shape: (h, T, S) @ (S, B) -> (B, h, T)
+        total = (terms[0] @ skipped.t()).permute(2, 0, 1)
+    else:
+        total = (terms @ skipped[:, None, :, None]).squeeze(-1)
+    is_none = total == 0  # whose logarithm has no gradient
+    total = total.masked_fill(is_none, 1.0).log() + largest.squeeze(-1)
+    total = total.masked_fill(is_none, -infinity)
+    query_position = query_rows.pad(query_rows.positions.unsqueeze(0))
+    at_query = query_position.unsqueeze(2)
+    at_key = keys.position.clamp(min=0).unsqueeze(1)
+    if scores.shape[0] == 1:
+        bias = scores[0][:, at_query, at_key].transpose(0, 1)
+    else:
+        batch = torch.arange(batch_size, device=scores.device)[:, None, None]
+        bias = scores[batch, :, at_query, at_key].permute(0, 3, 1, 2)
+    taken = keys.at(visible) & keys.is_key
+    bias = bias.masked_fill(~taken[:, None, None], -infinity).contiguous()
+    bias[..., 0] = total.gather(2, query_position.unsqueeze(1).expand(-1, bias.shape[1], -1))
+    sees_nothing = bias.amax(dim=-1) == -infinity
+    bias[..., 0] = bias[..., 0].masked_fill(sees_nothing, 0.0)
+    return bias

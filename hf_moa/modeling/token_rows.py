@@ -60,16 +60,16 @@ class TokenRows:
         return self.index % self.chosen.shape[1]
 
     @cached_property
-    def _places(self) -> tuple[Tensor, Tensor]:
+    def places(self) -> tuple[Tensor, Tensor]:
         """`[n]` each: the sequence that each is of, and how many of it come before."""
         batch = self.index // self.chosen.shape[1]
         first = self.counts.cumsum(0) - self.counts
         return batch, torch.arange(len(self.index), device=self.index.device) - first[batch]
 
-    def _slots(self, size: int) -> Tensor:
+    def _slots(self, size: int, before: int = 0) -> Tensor:
         """`[n]`, where each stands in a flattened `[B, size]`."""
-        batch, rank = self._places
-        return batch * size + rank
+        batch, rank = self.places
+        return batch * size + before + rank
 
     def gather(self, x: Tensor) -> Tensor:
         """`[B, T, ...]` -> `[1, n, ...]`."""
@@ -86,11 +86,11 @@ class TokenRows:
         flat = full.view(-1, *full.shape[2:])
         flat.index_add_(0, self.index, rows.squeeze(0).to(full.dtype))
 
-    def pad(self, rows: Tensor, *, more: int = 0) -> Tensor:
-        """`[1, n, ...]` -> `[B, most + more, ...]`: each sequence's rows, and zeros behind them."""
-        size = self.most + more
+    def pad(self, rows: Tensor, *, before: int = 0) -> Tensor:
+        """`[1, n, ...]` -> `[B, before + most, ...]`: each sequence's rows, zeros before and behind."""
+        size = before + self.most
         full = rows.new_zeros(len(self.chosen) * size, *rows.shape[2:])
-        full.index_copy_(0, self._slots(size), rows.squeeze(0))
+        full.index_copy_(0, self._slots(size, before), rows.squeeze(0))
         return full.unflatten(0, (-1, size))
 
     def unpad(self, padded: Tensor) -> Tensor:

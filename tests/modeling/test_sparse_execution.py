@@ -130,6 +130,7 @@ def test_rows_are_put_back():
     fill = torch.arange(5.0)
     expected = torch.where(chosen.unsqueeze(-1), x, fill)
     torch.testing.assert_close(rows.scatter(taken, fill), expected, atol=0, rtol=0)
+    assert not rows.pad(taken, before=1)[:, 0].any()
     padded = rows.pad(taken)
     assert padded.shape == (3, 3, 5)
     assert not padded[1].any()
@@ -157,16 +158,30 @@ def test_slices_add_up_to_the_layer(kind):
 
 
 def test_masks_that_are_not_simple_are_left_alone():
+    def visible(mask, real=None, causal=False, queries=3):
+        return visible_keys(
+            mask,
+            real,
+            batch_size=2,
+            num_queries=queries,
+            num_keys=3,
+            causal=causal,
+            device=torch.device("cpu"),
+        )
+
     mask = torch.ones(2, 1, 3, 3, dtype=torch.bool)
-    source = torch.zeros(2, 3, 4)
-    found = visible_keys(mask, None, source=source, causal=False)
-    assert found.tolist() == [[True] * 3] * 2
+    assert visible(None).tolist() == [[True] * 3] * 2
+    assert visible(mask).tolist() == [[True] * 3] * 2
     mask[1, 0, 2, 1] = False  # one query sees less
-    assert visible_keys(mask, None, source=source, causal=False) is None
+    assert visible(mask) is None
     real = torch.ones(2, 3, dtype=torch.bool)
     causal = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
-    assert visible_keys(causal, real, source=source, causal=True) is real
-    assert visible_keys(mask, real, source=source, causal=True) is None
+    assert visible(causal, real, causal=True) is real
+    assert visible(causal, causal=True).all()
+    assert visible(mask, real, causal=True) is None
+    assert visible(causal[:, :, 1:], real, causal=True, queries=2) is None
+    # a single query may see any keys
+    assert visible(mask[:, :, 2:], causal=True, queries=1).tolist() == [[1, 1, 1], [1, 0, 1]]
 
 
 def test_nan_is_not_skipped():

@@ -1,0 +1,51 @@
+"""Attention implementations of our own, beside those of transformers' interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .precision import without_autocast
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Plain attention: `[B, heads, T, dh]` -> `[B, T, heads, dh]` and `[B, heads, T, S]`."""
+    scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    attentions = nn.functional.softmax(scores, dim=-1)
+    attentions = nn.functional.dropout(attentions, p=dropout, training=module.training)
+    return (attentions @ value).transpose(1, 2).contiguous(), attentions
+
+
+def upcast_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """GPT-2's `reorder_and_upcast_attn`: scores and softmax in float32, also under autocast."""
+    with without_autocast(query.device.type):
+        scores = query.float() @ key.float().transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    attentions = nn.functional.softmax(scores, dim=-1).to(value.dtype)
+    attentions = nn.functional.dropout(attentions, p=dropout, training=module.training)
+    return (attentions @ value).transpose(1, 2), attentions

@@ -1,0 +1,133 @@
+"""A cache layer that holds the keys and values of the tokens that CCT does not skip, and no others.
+
+Its memory falls with the budget. `skipped_keys.py` says how attention to them is that to all.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .gate_cache import GatedDynamicLayer, gated_layer, own_cache
+from .skipped_keys import OpenKeys
+from .token_rows import TokenRows
+
+
+class OpenKeysLayer(GatedDynamicLayer):
+    """`keys` and `values` as in `OpenKeys`, of each sequence's tokens whose keys are not skipped.
+
+    Attributes:
+        positions: `[B, 1 + K]` int64, as in `OpenKeys`; None before the first token.
+        length: tokens, skipped ones included.
+    """
+
+    positions: Tensor | None = None
+    length = 0
+
+    @property
+    def open_keys(self) -> OpenKeys:
+        return OpenKeys(self.keys, self.values, self.positions, self.length)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("its shape is not that of the first keys: see update")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *, rows: TokenRows
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values `[1, n, kv_heads, dh]`, of `rows` of the next tokens; return all,
+        `[B, kv_heads, 1 + K, dh]`."""
+        new = OpenKeys.of(rows, key_states, value_states)
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.keys, self.values, self.positions = new.key, new.value, new.position
+            self.is_initialized = True
+        elif len(rows):
+            self._add(key_states, value_states, rows)
+        self.length += new.length
+        return self.keys, self.values
+
+    def _add(self, key: Tensor, value: Tensor, rows: TokenRows) -> None:
+        batch, rank = rows.places
+        slots = self.open_keys.is_key.sum(dim=1)[batch] + 1 + rank
+        more = max(0, int(slots.max()) + 1 - self.positions.shape[1])
+        self.keys = nn.functional.pad(self.keys, (0, 0, 0, more))
+        self.keys[batch, :, slots] = key.squeeze(0).to(self.keys.dtype)
+        self.values = nn.functional.pad(self.values, (0, 0, 0, more))
+        self.values[batch, :, slots] = value.squeeze(0).to(self.values.dtype)
+        self.positions = nn.functional.pad(self.positions, (0, more), value=-1)
+        self.positions[batch, slots] = rows.positions + self.length
+
+    def spread(self) -> GatedDynamicLayer:
+        """The same as a layer of all tokens: keys and values of skipped ones are zero."""
+        layer = GatedDynamicLayer.__new__(GatedDynamicLayer)
+        own = ("positions", "length")
+        layer.__dict__.update({k: v for k, v in self.__dict__.items() if k not in own})
+        if self.is_initialized:
+            batch, slots = self.open_keys.is_key.nonzero(as_tuple=True)
+            for name in ("keys", "values"):
+                held = getattr(self, name)
+                shape = (held.shape[0], held.shape[1], self.length, held.shape[3])
+                full = held.new_zeros(shape)
+                full[batch, :, self.positions[batch, slots]] = held[batch, :, slots]
+                setattr(layer, name, full)
+        return layer
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def reset(self) -> None:
+        super().reset()
+        self.positions, self.length = None, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.is_initialized:
+            self.positions = self.positions.index_select(0, beam_idx.to(self.positions.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.is_initialized:
+            self.positions = self.positions.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.is_initialized:
+            self.positions = self.positions[indices, ...]
+
+    def _crop_keys(self, tokens_to_remove: int) -> None:
+        if not self.is_initialized:
+            return
+        self.length -= tokens_to_remove
+        # positions rise along a sequence: what stays comes first
+        stays = self.positions < self.length
+        positions = self.positions.masked_fill(~stays, -1)
+        size = 1 + int((positions >= 0).sum(dim=1).max())
+        self.keys, self.values = self.keys[:, :, :size], self.values[:, :, :size]
+        self.positions = positions[:, :size]
+
+
+def open_keys_layer(
+    past_key_values: Cache, layer_idx: int, *, cross: bool, start: bool = True
+) -> OpenKeysLayer | None:
+    """A layer of the decoder's cache that holds open keys alone; None for one that does not.
+
+    Args:
+        past_key_values: the cache.
+        layer_idx: of the layer.
+        cross: its cross-attention layer, instead of the self-attention one.
+        start: whether a layer that holds nothing yet becomes such a one, if it can: static and offloaded
+            ones cannot.
+    """
+    cache = own_cache(past_key_values, cross=cross)
+    layer = gated_layer(past_key_values, layer_idx, cross=cross)
+    can = type(layer) is GatedDynamicLayer and not layer.is_initialized and not cache.offloading
+    if can and start:
+        cache.layers[layer_idx] = layer = OpenKeysLayer.in_place_of(layer)
+    return layer if isinstance(layer, OpenKeysLayer) else None
+
+
+def spread_open_keys(past_key_values: Cache, layer_idx: int, *, cross: bool) -> None:
+    """Make a layer hold all keys, for attention that needs them."""
+    cache = own_cache(past_key_values, cross=cross)
+    if layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], OpenKeysLayer):
+        cache.layers[layer_idx] = cache.layers[layer_idx].spread()

@@ -1,0 +1,250 @@
+"""The cache of keys that are not skipped: smaller, and to attention as if all were there."""
+
+import copy
+import math
+
+import pytest
+import torch
+from families import CASE
+from transformers import DynamicCache
+
+from hf_moa.modeling.cct import ControlNetwork
+from hf_moa.modeling.gate_cache import GatedDynamicLayer
+from hf_moa.modeling.open_keys_cache import OpenKeysLayer
+from hf_moa.modeling.skipped_keys import OpenKeys, attend_to_open_keys, scores_to_add, visible_keys
+from hf_moa.modeling.token_rows import TokenRows
+
+GPT2, T5 = CASE["GPT2LMHeadModel"], CASE["T5ForConditionalGeneration"]
+MIXTURES = pytest.mark.parametrize("attention_type", ["mha", "mae", "moa"])
+
+
+def build(execution="sparse", case=GPT2, **fields):
+    fields = {"cct_budgets": [1, 0.5], "attention_type": "mae"} | fields
+    return case.build(cct_execution=execution, **fields).double()
+
+
+def tokens(length=12, batch_size=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, 60, (batch_size, length), generator=generator)
+
+
+@torch.no_grad()
+def decode(model, ids, steps, mask=None, cache=None):
+    """Logits of `ids` given in pieces of `steps` tokens, and the cache."""
+    logits, start, cache = [], 0, DynamicCache() if cache is None else cache
+    past = cache.get_seq_length()
+    for step in steps:
+        piece = ids[:, start : start + step]
+        kwargs = {}
+        if mask is not None:
+            kwargs["attention_mask"] = mask[:, : past + start + step]
+            position = (mask.cumsum(-1) - 1).clamp(min=0)
+            kwargs["position_ids"] = position[:, past + start : past + start + step]
+        logits.append(model(piece, past_key_values=cache, use_cache=True, **kwargs).logits)
+        start += step
+    return torch.cat(logits, dim=1), cache
+
+
+def naive(query, key, value, open_keys, scores, scaling):
+    """`[B, h, T, dh]`, `[B, h, S, dh]` with skipped keys as zeros, `scores` `[B, h, T, S]`."""
+    key, value = (x * open_keys[:, None, :, None] for x in (key, value))
+    return (query @ key.transpose(2, 3) * scaling + scores).softmax(dim=-1) @ value
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize("mask", ["none", "bool", "added"])
+def test_attention_equals_that_to_all_keys(mask, per_sequence):
+    torch.manual_seed(0)
+    sizes = {"dtype": torch.float64, "requires_grad": True}
+    query, (key, value) = torch.randn(2, 3, 4, 5, **sizes), torch.randn(2, 2, 3, 7, 5, **sizes)
+    bias = torch.randn(2 if per_sequence else 1, 3, 4, 7, **sizes)
+    open_queries, open_keys = torch.rand(2, 4) < 0.6, torch.rand(2, 7) < 0.6
+    seen = torch.rand(2, 1, 4, 7) < 0.8
+    seen[..., 0] = True
+    given = {"none": None, "bool": seen, "added": seen.double().log()}[mask]
+    scores = scores_to_add(given, bias, causal=True, like=query.new_empty(1, 1, 4, 7))
+    if mask == "none":  # the last 4 of 7
+        seen = torch.ones(4, 7, dtype=torch.bool).tril(3)
+    full = bias.masked_fill(~seen, -math.inf)
+    expected = naive(query, key, value, open_keys.double(), full.expand(2, -1, -1, -1), 0.4)
+    expected = expected.transpose(1, 2)[open_queries]
+
+    query_rows, key_rows = TokenRows(open_queries), TokenRows(open_keys)
+    context = attend_to_open_keys(
+        query_rows.gather(query.transpose(1, 2)),
+        OpenKeys.of(key_rows, *(key_rows.gather(x.transpose(1, 2)) for x in (key, value))),
+        query_rows=query_rows,
+        visible=None,
+        scores=scores,
+        causal=False,
+        scaling=0.4,
+    )
+    torch.testing.assert_close(context.squeeze(0), expected)
+    inputs, weights = (query, key, value, bias), torch.randn_like(expected)
+    for actual, wanted in zip(
+        torch.autograd.grad((context.squeeze(0) * weights).sum(), inputs),
+        torch.autograd.grad((expected * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_a_query_that_sees_nothing_gets_nothing():
+    rows = TokenRows(torch.ones(1, 2, dtype=torch.bool))
+    x = torch.randn(1, 2, 1, 4)
+    mask = torch.tensor([[[[True, True], [False, False]]]])
+    for scores, visible in (
+        (scores_to_add(mask, None, causal=False, like=x.new_empty(1, 1, 2, 2)), None),
+        (None, torch.zeros(1, 2, dtype=torch.bool)),
+    ):
+        context = attend_to_open_keys(
+            x,
+            OpenKeys.of(rows, x, x),
+            query_rows=rows,
+            visible=visible,
+            scores=scores,
+            causal=False,
+            scaling=1.0,
+        )
+        assert not context[0, 1].any()
+
+
+@MIXTURES
+@pytest.mark.parametrize("steps", [[12], [1] * 12, [5, 1, 1, 3, 2], [1, 11]], ids=str)
+@pytest.mark.parametrize("padding", [False, True])
+def test_decoding_equals_the_dense_forward(attention_type, steps, padding):
+    ids, mask = tokens(), None
+    if padding:
+        mask = torch.ones_like(ids)
+        mask[1, :3] = mask[2, :7] = 0
+    expected, _ = decode(build("dense", attention_type=attention_type), ids, [12], mask)
+    actual, cache = decode(build(attention_type=attention_type), ids, steps, mask)
+    real = ... if mask is None else mask.bool()
+    torch.testing.assert_close(actual[real], expected[real], atol=1e-9, rtol=1e-9)
+    for layer in cache.layers:
+        assert isinstance(layer, OpenKeysLayer)
+        assert layer.get_seq_length() == layer.length == 12
+
+
+def test_holds_the_open_tokens_and_no_others():
+    model, ids = build(), tokens()
+    gates = model(ids, output_cct_gates=True).cct_gates
+    _, cache = decode(model, ids, [4, 1, 1, 6])
+    for layer, gate in zip(cache.layers, gates, strict=True):
+        counts = gate["kv"].sum(dim=1).long()
+        assert 0 < counts.sum() < ids.numel()
+        assert layer.keys.shape[2] == layer.values.shape[2] == 1 + int(counts.max())
+        for b, positions in enumerate(layer.positions):
+            assert positions[positions >= 0].tolist() == gate["kv"][b].nonzero().flatten().tolist()
+        assert not layer.keys[:, :, 0].any()
+
+
+@pytest.mark.parametrize("execution", ["sparse", "auto"])
+def test_generation_starts_small_and_stays_so(execution):
+    """Whatever the gates of the first token are: it does not tell of the rest."""
+    model = build(execution, case=T5)
+    cache = model.generate(
+        tokens(7), max_new_tokens=6, eos_token_id=None, return_dict_in_generate=True
+    ).past_key_values
+    for layer in [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]:
+        assert isinstance(layer, OpenKeysLayer)
+    assert cache.cross_attention_cache.layers[0].length == 7
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_all_skipped_and_none(value, monkeypatch):
+    monkeypatch.setattr(
+        ControlNetwork,
+        "forward",
+        lambda self, x: x.new_full((*x.shape[:-1], self.out.out_features), value),
+    )
+    ids = tokens()
+    expected, _ = decode(build("dense"), ids, [12])
+    actual, cache = decode(build(), ids, [4, 1, 1, 6])
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    assert (cache.layers[0].positions >= 0).sum() == value * ids.numel()
+
+
+@MIXTURES
+def test_can_be_reordered_cropped_repeated_selected_and_reset(attention_type):
+    model, ids = build(attention_type=attention_type), tokens()
+    dense = build("dense", attention_type=attention_type)
+    order = torch.tensor([2, 0, 0, 1])
+
+    def go_on(cache, past, ids):
+        """Two more tokens, against the whole sequences."""
+        new = tokens(2, len(past), seed=5)
+        actual, cache = decode(model, new, [1, 1], cache=cache)
+        expected, _ = decode(dense, torch.cat([past, new], dim=1), [past.shape[1] + 2])
+        torch.testing.assert_close(actual, expected[:, -2:], atol=1e-9, rtol=1e-9)
+
+    _, cache = decode(model, ids, [8, 1, 3])
+    copied = copy.deepcopy(cache)
+    copied.reorder_cache(order)
+    go_on(copied, ids[order], ids)
+    for remove in (1, 5, 11):
+        copied = copy.deepcopy(cache)
+        copied.crop(-remove)
+        assert copied.get_seq_length() == 12 - remove
+        go_on(copied, ids[:, :-remove], ids)
+    copied = copy.deepcopy(cache)
+    copied.batch_repeat_interleave(2)
+    go_on(copied, ids.repeat_interleave(2, dim=0), ids)
+    copied = copy.deepcopy(cache)
+    copied.batch_select_indices(order[:2])
+    go_on(copied, ids[order[:2]], ids)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    actual, _ = decode(model, ids, [12], cache=cache)
+    torch.testing.assert_close(actual, decode(dense, ids, [12])[0], atol=1e-9, rtol=1e-9)
+
+
+def test_positive_crop_is_refused():
+    _, cache = decode(build(), tokens(), [12])
+    with pytest.raises(ValueError, match="positive value"):
+        cache.crop(3)
+    assert cache.get_seq_length() == 12
+
+
+@pytest.mark.parametrize("change", ["eager", "dense", "train"])
+def test_is_spread_for_attention_that_needs_all_keys(change):
+    model, ids = build(), tokens()
+    expected, _ = decode(build("dense"), ids, [12])
+    first, cache = decode(model, ids, [9])
+    if change == "eager":
+        model.set_attn_implementation("eager")
+    elif change == "dense":
+        model.config.cct_execution = "dense"
+    else:  # a layer that cannot skip
+        model.transformer.h[0].attn.cct.control.train()
+        model.transformer.h[0].attn.cct.control.noise_scale.zero_()
+    second, cache = decode(model, ids[:, 9:], [1, 2], cache=cache)
+    layer = cache.layers[0]
+    assert type(layer) is GatedDynamicLayer
+    assert layer.keys.shape[2] == 12
+    if change != "train":  # whose gates are soft
+        actual = torch.cat([first, second], dim=1)
+        torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_static_caches_hold_all_keys():
+    model = build()
+    kwargs = {"max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
+    texts = [model.generate(tokens(), cache_implementation=c, **kwargs) for c in ("dynamic", "static")]
+    assert torch.equal(*texts)
+
+
+def test_gradients_go_through_the_cache():
+    ids, gradients = tokens(), []
+    for execution in ("dense", "sparse"):
+        model, cache = build(execution), DynamicCache()
+        model(ids[:, :8], past_key_values=cache)
+        model(ids[:, 8:], past_key_values=cache).logits.square().sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradient, gradients[0][name], atol=1e-8, rtol=1e-8, msg=name)
+
+
+def test_visible_keys_of_chunks_are_told_by_their_masks():
+    sizes = {"batch_size": 1, "num_queries": 2, "num_keys": 5, "device": torch.device("cpu")}
+    assert visible_keys(None, None, causal=True, **sizes) is None
