@@ -43,12 +43,12 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
                 yield Table(
                     group="cct",
                     title=f"CCT, {share:.0%} of the gates open, batch {batch}, d={hidden_size}",
-                    timings=compare(candidates, turns=turns, title=f"cct {share}"),
+                    results=compare(candidates, turns=turns, title=f"cct {share}"),
                 )
 
 
-def run_gated(run: Callable, model: nn.Module, execution: str, share: float) -> None:
-    """One forward with an execution and a share of open gates."""
+def run_gated(run: Callable[[], object], model: nn.Module, execution: str, share: float) -> object:
+    """A call of the model with an execution and a share of open gates."""
     model.config.cct_execution = execution
     for module in model.modules():
         if isinstance(module, FeedForwardGate):
@@ -61,6 +61,6 @@ def run_gated(run: Callable, model: nn.Module, execution: str, share: float) -> 
 
     ControlNetwork.forward = open_some
     try:
-        run()
+        return run()
     finally:
         ControlNetwork.forward = decide

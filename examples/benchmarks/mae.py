@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 import torch
-from layers import forward, step
+from layers import step
 from tables import Table
 from timing import compare
-from transformers import BertConfig, DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, GPT2Config
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from hf_moa import MoaBertConfig, MoaGPT2Config, MoaGPT2LMHeadModel
+from hf_moa import MoaBertConfig, MoaGPT2Config
 from hf_moa.modeling.mae import MixtureOfHeads
 from hf_moa.modeling.moa_bert_layers import MoaBertLayer
 from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Block
@@ -19,7 +19,7 @@ SIZES = ((384, 12), (512, 8), (768, 12))  # d, h
 
 
 def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
-    """Layers at batch 8 with 128 tokens, and one step of decoding."""
+    """Layers at batch 8 with 128 tokens."""
     for hidden_size, heads in SIZES:
         x = torch.randn(8, 128, hidden_size, dtype=dtype)
         for kind, layers in (("bidirectional", bert_layers), ("causal", gpt2_layers)):
@@ -33,13 +33,8 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
                 yield Table(
                     group="mae",
                     title=f"MAE, {kind} layer, {what}, d={hidden_size}",
-                    timings=compare(candidates, turns=turns, title=f"mae d={hidden_size}"),
+                    results=compare(candidates, turns=turns, title=f"mae d={hidden_size}"),
                 )
-        yield Table(
-            group="mae",
-            title=f"MAE, a decoding step with a cache of 128 tokens, 6 layers, d={hidden_size}",
-            timings=compare(decoders(hidden_size, heads, dtype), turns=turns, title="decoding"),
-        )
 
 
 def bert_layers(hidden_size: int, heads: int) -> dict[str, torch.nn.Module]:
@@ -68,20 +63,3 @@ def gpt2_layers(hidden_size: int, heads: int) -> dict[str, torch.nn.Module]:
         "MAE": MoaGPT2Block(MoaGPT2Config(attention_type="mae", **sizes), layer_idx=0),
         "MAE, F step": expert_phase,
     }
-
-
-def decoders(hidden_size: int, heads: int, dtype: torch.dtype) -> dict:
-    special = {"bos_token_id": 0, "eos_token_id": 0}
-    sizes = {"n_embd": hidden_size, "n_head": heads, "n_layer": 6, "vocab_size": 1000, **special}
-    return {
-        "GPT-2": decoding_step(GPT2LMHeadModel(GPT2Config(**sizes)).to(dtype)),
-        "MAE": decoding_step(MoaGPT2LMHeadModel(MoaGPT2Config(attention_type="mae", **sizes)).to(dtype)),
-    }
-
-
-def decoding_step(model: torch.nn.Module):
-    """One more token: the cache of 128 grows by one at each call, for both models alike."""
-    model.eval()
-    prompt, token = torch.randint(0, 1000, (1, 128)), torch.randint(0, 1000, (1, 1))
-    cache = forward(model, prompt, past_key_values=DynamicCache(), use_cache=True)().past_key_values
-    return forward(model, token, past_key_values=cache, use_cache=True)

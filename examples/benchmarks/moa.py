@@ -1,9 +1,11 @@
-"""MoA against multi-head attention with as many heads, and against transformers' JetMoE."""
+"""MoA against multi-head attention with as many heads, against the algorithm of its published code, and
+against transformers' JetMoE."""
 
 from collections.abc import Iterator
 
 import torch
 from layers import step
+from sorted_moa import SortedMoaAttention
 from tables import Table
 from timing import compare
 from transformers import BertConfig, JetMoeConfig
@@ -26,7 +28,7 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
     for training in (False, True):
         what = "training" if training else "inference"
         for kind, layers, extra in (
-            ("bidirectional", bidirectional_layers(), {}),
+            ("bidirectional", bidirectional_layers() | sorted_layers(), {}),
             ("causal", causal_layers(), jetmoe_layers()),
         ):
             candidates = {
@@ -39,7 +41,7 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
             yield Table(
                 group="moa",
                 title=f"MoA, {kind} attention, {what}",
-                timings=compare(candidates, turns=turns, title=f"moa {kind}"),
+                results=compare(candidates, turns=turns, title=f"moa {kind}"),
             )
 
 
@@ -62,6 +64,16 @@ def moa_layers(layer_class: type, config_class: type, sizes: dict) -> dict[str, 
     return {
         f"MoA, N={experts}": layer_class(
             config_class(num_attention_experts=experts, **fields), layer_idx=0
+        )
+        for experts in EXPERTS
+    }
+
+
+def sorted_layers() -> dict[str, torch.nn.Module]:
+    """The published code's algorithm, on today's attention kernel."""
+    return {
+        f"sorted rows, N={experts}": SortedMoaAttention(
+            hidden_size=HIDDEN_SIZE, num_experts=experts, num_selected=HEADS, head_dim=HEAD_DIM
         )
         for experts in EXPERTS
     }

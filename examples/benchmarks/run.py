@@ -6,8 +6,8 @@
         python examples/benchmarks/run.py moa                 # with a malloc that keeps its memory
 
 Prints tables in Markdown: median time, half the distance between the quartiles in per cent of it, and
-the median of the ratios to the first candidate, turn by turn. `--output_dir` gets them as results.md and
-results.json, and a picture of the ratios.
+the median of the ratios to the first candidate, turn by turn; of memory, its size and ratio.
+`--output_dir` gets them as results.md and results.json, and a picture of the ratios.
 """
 
 import argparse
@@ -15,13 +15,21 @@ import json
 from pathlib import Path
 
 import cct
+import decoding
 import mae
+import memory
 import moa
 import torch
 import transformers
 from tables import Table, conditions
 
-BENCHMARKS = {"mae": mae.measure, "moa": moa.measure, "cct": cct.measure}
+BENCHMARKS = {
+    "mae": mae.measure,
+    "moa": moa.measure,
+    "cct": cct.measure,
+    "decoding": decoding.measure,
+    "memory": memory.measure,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -73,18 +81,18 @@ def draw(path: Path, tables: list[Table]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [(table, timing) for table in tables for timing in table.timings[1:]]
+    rows = [(table, result) for table in tables for result in table.results[1:]]
     figure, axis = pyplot.subplots(figsize=(9, 0.19 * len(rows) + 1), layout="constrained")
-    colours = {"mae": "#0072B2", "moa": "#009E73", "cct": "#D55E00"}
+    colours = dict(zip(BENCHMARKS, ("#0072B2", "#009E73", "#D55E00", "#E69F00", "#666666"), strict=True))
     axis.barh(
         range(len(rows)),
-        [timing.ratio for _, timing in rows],
+        [result.ratio for _, result in rows],
         color=[colours[table.group] for table, _ in rows],
     )
     axis.set_yticks(range(len(rows)), [f"{b.title}: {t.name}" for b, t in rows], fontsize=6)
     axis.invert_yaxis()
     axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_xlabel("time / time of the plain layer")
+    axis.set_xlabel("time or memory / that of the plain layer or model")
     figure.savefig(path)
     pyplot.close(figure)
 

@@ -4,9 +4,25 @@ import os
 from dataclasses import asdict, dataclass
 
 import torch
-from timing import Timing
 
 from hf_moa.environment import environment
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured of one candidate.
+
+    Attributes:
+        name: of the candidate.
+        value: of times, the median.
+        ratio: to the first candidate; of times, the median of the ratios turn by turn.
+        spread: of times, half the distance between their quartiles in per cent of the median.
+    """
+
+    name: str
+    value: float
+    ratio: float
+    spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -16,17 +32,20 @@ class Table:
     Attributes:
         group: the benchmark it belongs to.
         title: what was compared.
-        timings: of the candidates; the first is what the others are compared with.
+        results: of the candidates; the first is what the others are compared with.
+        unit: of their values.
     """
 
     group: str
     title: str
-    timings: list[Timing]
+    results: list[Measurement]
+    unit: str = "ms"
 
     def markdown(self) -> str:
-        lines = [f"**{self.title}**", "", "| | ms | ± % | ratio |", "|---|---|---|---|"]
-        for t in self.timings:
-            lines.append(f"| {t.name} | {t.milliseconds:.2f} | {t.spread:.1f} | {t.ratio:.3f} |")
+        lines = [f"**{self.title}**", "", f"| | {self.unit} | ± % | ratio |", "|---|---|---|---|"]
+        for result in self.results:
+            spread = "" if result.spread is None else f"{result.spread:.1f}"
+            lines.append(f"| {result.name} | {result.value:.2f} | {spread} | {result.ratio:.3f} |")
         return "\n".join(lines)
 
     def data(self) -> dict:

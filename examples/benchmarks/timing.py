@@ -7,27 +7,10 @@ to the first candidate are kept, and their median is reported.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
+from tables import Measurement
 from tqdm.auto import tqdm
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Times of one candidate.
-
-    Attributes:
-        name: of the candidate.
-        milliseconds: median.
-        spread: half the distance between the quartiles of the time, in per cent of the median.
-        ratio: median of the time divided by the first candidate's of the same turn.
-    """
-
-    name: str
-    milliseconds: float
-    spread: float
-    ratio: float
 
 
 def compare(
@@ -36,8 +19,8 @@ def compare(
     turns: int = 21,
     least_seconds: float = 0.02,
     title: str = "",
-) -> list[Timing]:
-    """Time the candidates in turns.
+) -> list[Measurement]:
+    """Time the candidates in turns, in milliseconds.
 
     Args:
         candidates: name -> what to time; the first is what the others are compared with.
@@ -58,9 +41,9 @@ def compare(
             times[name].append(_seconds(candidates[name], calls[name]) / calls[name])
     first = times[next(iter(candidates))]
     return [
-        Timing(
+        Measurement(
             name=name,
-            milliseconds=1e3 * statistics.median(values),
+            value=1e3 * statistics.median(values),
             spread=100 * _half_quartile_distance(values) / statistics.median(values),
             ratio=statistics.median(v / f for v, f in zip(values, first, strict=True)),
         )

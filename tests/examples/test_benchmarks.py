@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from hf_moa import MoaBertConfig
+from hf_moa.modeling.expert_linear import ExpertOutput
+from hf_moa.modeling.moa_bert_layers import MoaBertSelfAttention
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 
@@ -24,8 +29,8 @@ def test_compare_reports_ratios_to_the_first(monkeypatch):
             next(clock)
 
     first, second = timing.compare({"fast": lambda: None, "slow": slow}, turns=5)
-    assert (first.name, first.ratio, first.milliseconds) == ("fast", 1.0, 1000.0)
-    assert (second.name, second.ratio, second.milliseconds) == ("slow", 3.0, 3000.0)
+    assert (first.name, first.ratio, first.value) == ("fast", 1.0, 1000.0)
+    assert (second.name, second.ratio, second.value) == ("slow", 3.0, 3000.0)
     assert len(calls) == 3 + 5
 
 
@@ -38,7 +43,7 @@ def test_script_writes_tables_and_a_picture(tmp_path):
     assert "| MoA, N=64 |" in done.stdout
     data = json.loads((tmp_path / "results.json").read_text())
     assert data["environment"]["threads"].startswith("1 of")
-    assert [t["timings"][0]["ratio"] for t in data["tables"]] == [1.0] * 4
+    assert [t["results"][0]["ratio"] for t in data["tables"]] == [1.0] * 4
     assert (tmp_path / "results.md").read_text().startswith("processor")
     assert (tmp_path / "ratios.svg").is_file()
 
@@ -47,4 +52,47 @@ def test_unknown_benchmark_is_an_error(tmp_path):
     command = [sys.executable, str(FOLDER / "run.py"), "speed"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "must be of mae, moa, cct" in done.stderr
+    assert "must be of mae, moa, cct, decoding, memory" in done.stderr
+
+
+def test_peak_memory_is_the_most_that_is_held_at_once(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import memory
+
+    def step():
+        for _ in range(3):
+            x = torch.empty(1_000_000)
+            x = torch.cat([x, x])  # 4 MB and 8 MB at once, then 4 MB less
+            del x
+
+    assert memory.peak_of(step) == pytest.approx(12e6, rel=0.01)
+
+
+def test_the_published_codes_algorithm_is_moa(monkeypatch):
+    """What MoA is timed against computes the same function."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from sorted_moa import SortedMoaAttention
+
+    torch.manual_seed(0)
+    peer = SortedMoaAttention(hidden_size=32, num_experts=6, num_selected=2, head_dim=8).double()
+    config = MoaBertConfig(
+        hidden_size=32, num_attention_heads=2, num_attention_experts=6, head_dim=8, attention_type="moa",
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    ours = MoaBertSelfAttention(config, layer_idx=0, is_cross_attention=False).double().eval()
+    output = ExpertOutput(num_experts=6, in_features=8, out_features=32, bias=False).double()
+    with torch.no_grad():
+        ours.mixture.router.gate.weight.copy_(peer.router.weight)
+        ours.query.weight.copy_(peer.query.transpose(1, 2))
+        ours.query.bias.zero_()
+        output.weight.copy_(peer.output)
+        for layer, weight, bias in zip(
+            (ours.key, ours.value),
+            peer.key_value.weight.chunk(2),
+            peer.key_value.bias.chunk(2),
+            strict=True,
+        ):
+            layer.weight.copy_(weight)
+            layer.bias.copy_(bias)
+        x = torch.randn(2, 7, 32, dtype=torch.float64)
+        torch.testing.assert_close(ours.update(output, ours(x)), peer(x))

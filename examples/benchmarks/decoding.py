@@ -1,0 +1,107 @@
+"""Decoding: what MAE's gates cost a step of GPT-2, and what CCT saves a step and its cache."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from cct import run_gated
+from layers import forward
+from tables import Measurement, Table
+from timing import compare
+from torch import nn
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+from hf_moa import MoaGPT2Config, MoaGPT2LMHeadModel
+
+MAE_SIZES = ((384, 12), (512, 8), (768, 12))  # d, h
+CCT_SIZE = (512, 8)
+BATCHES = (1, 4)
+SHARES = (1.0, 0.5, 0.33, 0.1)
+MAE_PAST, CCT_PAST = 128, 512  # tokens in the cache
+
+
+def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
+    """6 layers; a step is one token for each sequence, behind those in the cache."""
+    for hidden_size, heads in MAE_SIZES:
+        models = {"GPT-2": plain(hidden_size, heads), "MAE": gated(hidden_size, heads, "mae")}
+        candidates = {
+            name: decoding_step(model.to(dtype), batch=1, past=MAE_PAST)
+            for name, model in models.items()
+        }
+        yield Table(
+            group="decoding",
+            title=f"MAE, a decoding step behind {MAE_PAST} tokens, d={hidden_size}",
+            results=compare(candidates, turns=turns, title="decoding"),
+        )
+    fields = {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False}
+    models = plain(*CCT_SIZE).to(dtype), gated(*CCT_SIZE, "mha", **fields).to(dtype)
+    for batch in BATCHES:
+        for share in SHARES:
+            yield from cct_tables(*models, batch=batch, share=share, turns=turns)
+
+
+def cct_tables(
+    reference: nn.Module, model: nn.Module, *, batch: int, share: float, turns: int
+) -> Iterator[Table]:
+    """A step, the prompt before it, and the cache in between."""
+
+    def with_gates(make: Callable[..., Callable], execution: str) -> Callable[[], object]:
+        run = run_gated(lambda: make(model, batch=batch, past=CCT_PAST), model, execution, share)
+        return partial(run_gated, run, model, execution, share)
+
+    about = f"{share:.0%} of the gates open, batch {batch}, d={CCT_SIZE[0]}"
+    for what, make in (("a decoding step behind", decoding_step), ("a prompt of", prompt)):
+        candidates = {"GPT-2": make(reference, batch=batch, past=CCT_PAST)}
+        for execution in ("dense", "auto"):
+            candidates[f"CCT, {execution}"] = with_gates(make, execution)
+        yield Table(
+            group="decoding",
+            title=f"CCT, {what} {CCT_PAST} tokens, {about}",
+            results=compare(candidates, turns=turns, title="decoding"),
+        )
+    sizes = {"GPT-2": cache_size(prompt(reference, batch=batch, past=CCT_PAST)())}
+    for execution in ("dense", "auto"):
+        sizes[f"CCT, {execution}"] = cache_size(with_gates(prompt, execution)())
+    first = sizes["GPT-2"]
+    yield Table(
+        group="decoding",
+        title=f"CCT, keys and values in the cache of {CCT_PAST} tokens, {about}",
+        results=[Measurement(name=n, value=size / 1e6, ratio=size / first) for n, size in sizes.items()],
+        unit="MB",
+    )
+
+
+def plain(hidden_size: int, heads: int) -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(**sizes_of(hidden_size, heads)))
+
+
+def gated(hidden_size: int, heads: int, attention_type: str, **fields) -> nn.Module:
+    config = MoaGPT2Config(attention_type=attention_type, **fields, **sizes_of(hidden_size, heads))
+    return MoaGPT2LMHeadModel(config)
+
+
+def sizes_of(hidden_size: int, heads: int) -> dict:
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    return {"n_embd": hidden_size, "n_head": heads, "n_layer": 6, "vocab_size": 1000, **special}
+
+
+def prompt(model: nn.Module, *, batch: int, past: int) -> Callable[[], object]:
+    """The first call of a generation."""
+    ids = torch.randint(0, 1000, (batch, past))
+
+    def run():
+        return forward(model, ids, past_key_values=DynamicCache(), use_cache=True)()
+
+    return run
+
+
+def decoding_step(model: nn.Module, *, batch: int, past: int) -> Callable[[], object]:
+    """One more token for each sequence: the cache grows by it at each call, for all models alike."""
+    cache = prompt(model, batch=batch, past=past)().past_key_values
+    token = torch.randint(0, 1000, (batch, 1))
+    return forward(model, token, past_key_values=cache, use_cache=True)
+
+
+def cache_size(output) -> int:
+    """Bytes of keys and values."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in output.past_key_values.layers)
