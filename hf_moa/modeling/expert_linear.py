@@ -17,6 +17,7 @@ from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
 from .expert_loop import expert_input, expert_output
 from .precision import compute_dtype
+from .transforms import is_transformed
 
 
 def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
@@ -29,7 +30,7 @@ def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
         index: `[B, T, k]`, chosen experts.
         weight: `[N, a, b]`.
     """
-    if weight.device.type != "cpu" or _is_drawn_as_graph() or _is_differentiated_otherwise():
+    if weight.device.type != "cpu" or _is_drawn_as_graph() or is_transformed():
         return False
     num_experts, a, b = weight.shape
     is_half = compute_dtype(weight).itemsize == 2
@@ -42,7 +43,7 @@ def computes_by_slot(index: Tensor, weight: Tensor) -> bool:
     """Whether to take the k products of a single token one by one; see `computes_by_expert`."""
     if weight.device.type != "cpu" or index.shape[0] * index.shape[1] != 1:
         return False
-    if torch.is_grad_enabled() or is_tracing(index) or _is_differentiated_otherwise():
+    if torch.is_grad_enabled() or is_tracing(index) or is_transformed():
         return False
     return len(weight) >= 3 * index.shape[2]
 
@@ -50,15 +51,6 @@ def computes_by_slot(index: Tensor, weight: Tensor) -> bool:
 def _is_drawn_as_graph() -> bool:
     """Whether the graph has to hold common operators alone, as in ONNX."""
     return is_torchdynamo_exporting() or torch.jit.is_tracing()
-
-
-def _is_differentiated_otherwise() -> bool:
-    """Whether a transform of `torch.func` or forward-mode differentiation is at work, for which the
-    operators have no formula."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
 
 
 class ExpertInput(nn.Module):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .precision import at_least_float32
 from .process_sum import has_several_processes, sum_over_processes
+from .transforms import is_transformed
 
 
 class GateBatchNorm(nn.BatchNorm1d):
@@ -33,45 +34,45 @@ class GateBatchNorm(nn.BatchNorm1d):
         super().__init__(num_features, dtype=dtype)
         self.is_global = False
 
+    @property
+    def uses_batch_statistics(self) -> bool:
+        """Whether the next forward does."""
+        return self.training and self.weight.requires_grad
+
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         x = at_least_float32(x)
-        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        if not (self.training and self.weight.requires_grad):
-            rows = x.flatten(0, -2)
-            return nn.functional.batch_norm(rows, mean, var, weight, bias, eps=self.eps).view(x.shape)
-        mean, var = self._batch_statistics(x, valid, mean, var)
-        scale = weight * torch.rsqrt(var + self.eps)
-        return torch.addcmul(bias - mean * scale, x, scale)
-
-    def _batch_statistics(
-        self, x: Tensor, valid: Tensor | None, running_mean: Tensor, running_var: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        if self.uses_batch_statistics:
+            return torch.addcmul(bias, self.standardize(x, valid), weight)
+        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
         rows = x.flatten(0, -2)
-        if valid is None:
-            weight = rows.new_ones(rows.shape[0], 1)
-        else:
-            weight = valid.flatten().unsqueeze(-1).to(x.dtype)
-        if self.is_global and has_several_processes():
-            count, mean, var = self._global_moments(rows, weight)
-        elif valid is None:
-            count = weight.sum()
-            mean = rows.mean(dim=0)
-            deviation = rows - mean
-            # `var_mean` and `square` take several times as long on the CPU
-            var = (deviation * deviation).mean(dim=0)
-        else:
-            count = weight.sum()
-            mean = (rows * weight).sum(dim=0) / count.clamp(min=1)
-            deviation = (rows - mean) * weight
-            var = (deviation * deviation).sum(dim=0) / count.clamp(min=1)
-        enough = count > 1
-        if not _is_recomputing():
-            self._update_running_statistics(mean, var, count, enough)
-        return torch.where(enough, mean, running_mean), torch.where(enough, var, running_var)
+        return nn.functional.batch_norm(rows, mean, var, weight, bias, eps=self.eps).view(x.shape)
 
-    def _global_moments(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def standardize(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """`(x - mean) / sqrt(var + eps)` by the batch's statistics, `[..., d]`; the running ones follow
+        them."""
+        x = at_least_float32(x)
+        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
+        rows = x.flatten(0, -2)
+        weight = None if valid is None else valid.flatten().unsqueeze(-1).to(x.dtype)
+        if is_transformed():
+            standard, _, count, batch_mean, batch_var = _standardize(rows, weight, mean, var, self.eps)
+        elif self.is_global and has_several_processes():
+            count, batch_mean, batch_var = self._global_moments(rows, weight)
+            mean = torch.where(count > 1, batch_mean, mean)
+            var = torch.where(count > 1, batch_var, var)
+            standard = (rows - mean) * torch.rsqrt(var + self.eps)
+        else:
+            standard, _, count, batch_mean, batch_var = _Standardize.apply(
+                rows, weight, mean, var, self.eps
+            )
+        if not _is_recomputing():
+            self._update_running_statistics(batch_mean, batch_var, count, count > 1)
+        return standard.view(x.shape)
+
+    def _global_moments(self, rows: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Count, mean and variance of the rows of all processes, in one exchange."""
+        weight = rows.new_ones(len(rows), 1) if weight is None else weight
         # Around the running mean, which all processes share: squares of it would swallow the rest.
         center = self.running_mean.to(rows.dtype)
         deviation = (rows - center) * weight
@@ -93,6 +94,68 @@ class GateBatchNorm(nn.BatchNorm1d):
         self.running_mean.lerp_(mean.to(self.running_mean), momentum.to(self.running_mean))
         self.running_var.lerp_(unbiased.to(self.running_var), momentum.to(self.running_var))
         self.num_batches_tracked.add_(counts.to(self.num_batches_tracked.dtype))
+
+
+def _standardize(
+    rows: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    eps: float,
+    *,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows `[n, d]` in standard units and the factor `[d]` that made them so; and the count, mean and
+    variance of those that count.
+
+    Args:
+        weight: `[n, 1]`, 1 for the rows that count, and 0; None for all.
+        running_mean, running_var: `[d]`, used where no more than one row counts.
+        in_place: use memory again, which no graph holds.
+    """
+    if weight is None:
+        count = rows.new_full((), len(rows))
+        mean = rows.mean(dim=0)
+    else:
+        count = weight.sum()
+        mean = (rows * weight).sum(dim=0) / count.clamp(min=1)
+    enough = count > 1
+    deviation = rows - torch.where(enough, mean, running_mean)
+    # `var_mean` and `square` take several times as long on the CPU
+    squares = deviation * deviation
+    if weight is None:
+        var = squares.mean(dim=0)
+    else:
+        var = (squares * weight).sum(dim=0) / count.clamp(min=1)
+    scale = torch.rsqrt(torch.where(enough, var, running_var) + eps)
+    standard = torch.mul(deviation, scale, out=squares if in_place else None)
+    return standard, scale, count, mean, var
+
+
+class _Standardize(torch.autograd.Function):
+    """`_standardize`, of which backward needs the result alone."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, running_mean, running_var, eps):
+        result = _standardize(rows, weight, running_mean, running_var, eps, in_place=True)
+        standard, scale, count, mean, var = result
+        ctx.save_for_backward(standard, scale, weight, count)
+        ctx.mark_non_differentiable(count, mean, var)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad, grad_scale, *_):
+        standard, scale, weight, count = ctx.saved_tensors
+        share = (count > 1) / count.clamp(min=1)
+        # what moves a row that counts moves the mean and the variance
+        of_mean = grad.sum(dim=0) * share
+        along = grad * standard
+        of_scale = (along.sum(dim=0) + scale * grad_scale) * share
+        out = None if torch.is_grad_enabled() else along  # which a graph holds
+        moved = torch.addcmul(of_mean, standard, of_scale, out=out)
+        moved = moved if weight is None else torch.mul(moved, weight, out=out)
+        moved = torch.sub(grad, moved, out=out)
+        return torch.mul(moved, scale, out=out), None, None, None, None
 
 
 def _is_recomputing() -> bool:

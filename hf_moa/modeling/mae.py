@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .gate_cache import Window
 from .gate_norm import GateBatchNorm
 from .gate_pooling import last_windowed_means, masked_mean, windowed_mean
+from .linear_slices import is_plain
 from .multi_head import MultiHead
 from .precision import at_least_float32, without_autocast
 from .process_sum import has_several_processes
@@ -101,11 +102,21 @@ class MaeGate(nn.Module):
                 there the network is affine in eval, and commutes with means. (But for those of no token:
                 they are zero there.)
         """
-        hidden = self.dense(self.norm(x, valid).to(dtype))
+        hidden = self._hidden(x, valid, dtype)
         if pool is not None:
             hidden = pool(hidden).to(dtype)
         logits = self.out(self.dropout(torch.tanh(hidden)))
         return at_least_float32(logits).softmax(dim=-1)
+
+    def _hidden(self, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`dense(norm(x))`."""
+        if not (self.norm.uses_batch_statistics and is_plain(self.dense)):
+            return self.dense(self.norm(x, valid).to(dtype))
+        # The norm's weight and bias go into the matrix: backward need not keep what they make.
+        weight = self.dense.weight * self.norm.weight
+        bias = self.dense.bias + self.dense.weight.to(weight.dtype) @ self.norm.bias
+        x = self.norm.standardize(x, valid).to(dtype)
+        return nn.functional.linear(x, weight.to(dtype), bias.to(dtype))
 
 
 class MixtureOfHeads(MultiHead):
