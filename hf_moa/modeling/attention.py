@@ -9,6 +9,7 @@ become the output; CCT (`cct.GatedAttentionControl`) says which tokens take part
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -197,11 +198,7 @@ class GatedAttention(nn.Module):
             past_key_values: the cache, if any.
             kwargs: handed on to the attention implementation.
         """
-        mix, record = self.mixture.route(
-            hidden_states,
-            padding_mask,
-            self._gate_window(hidden_states, padding_mask, past_key_values),
-        )
+        mix, record = self.mixture.route(hidden_states, padding_mask, self._remember(past_key_values))
         call = AttentionCall(
             hidden_states,
             self._source(hidden_states, encoder_hidden_states, past_key_values),
@@ -396,15 +393,20 @@ class GatedAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-    def _gate_window(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, past_key_values: Cache | None
-    ) -> Window | None:
-        """The inputs that a causal MAE gate averages, the cached ones included."""
+    def _remember(self, past_key_values: Cache | None) -> Callable[..., Window] | None:
+        """What puts a causal MAE gate's rows behind the cached ones; None where there is no cache."""
         if past_key_values is None or not self.mixture.remembers:
             return None
-        name = "cross_gate_inputs" if self.is_cross_attention else "gate_inputs"
         layer = gated_layer(past_key_values, self.layer_idx)
-        return layer.window(name, hidden_states, padding_mask, size=self.mixture.window)
+        name = "cross_gate_" if self.is_cross_attention else "gate_"
+        # which are of another width
+        kinds = ("inputs", "features") if self.mixture.pools_inputs else ("features", "inputs")
+        if name + kinds[1] in layer.states:
+            raise ValueError(
+                "past_key_values was filled in another mode, train() or eval(), than the model is in "
+                "now, and its gates remember other numbers there. Use a cache in one mode."
+            )
+        return partial(layer.window, name + kinds[0], size=self.mixture.window)
 
     def _source(
         self,

@@ -1,6 +1,6 @@
 """What gates remember between decoding steps, kept in the KV cache beside keys and values.
 
-A causal MAE gate averages a window of past inputs, and CCT counts the keys that were not skipped.
+A causal MAE gate averages over a window of past tokens, and CCT counts the keys that were not skipped.
 Both live in the cache's layers, so that every operation that moves the keys (beam reorder, crop,
 repeat, select, reset) moves them too. Only offloading does not: a window is small beside the keys,
 and is needed before they are.
@@ -20,10 +20,10 @@ CROP_RESERVE = 128
 
 
 class Window(NamedTuple):
-    """Inputs of a causal gate, oldest first: `inputs` `[B, S, d]`, zero where they are of no real
+    """What a causal gate averages, oldest first: `rows` `[B, S, d]`, zero where they are of no real
     token, and `valid` `[B, S]` bool, the real ones; None for all."""
 
-    inputs: Tensor
+    rows: Tensor
     valid: Tensor | None
 
 
@@ -106,29 +106,29 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         """Hold all inputs from now on, so that any crop is possible. Assisted decoding asks for it."""
         self.record_past = True
 
-    def window(self, name: str, inputs: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
-        """Append the inputs of T tokens; return what windows that end at these tokens see.
+    def window(self, name: str, rows: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
+        """Append the rows of T tokens; return what windows that end at these tokens see.
 
         Args:
             name: of the state.
-            inputs: `[B, T, d]`.
+            rows: `[B, T, d]`.
             valid: `[B, T]` bool, the real tokens among them; None for all.
             size: tokens of a window, its last one included; None for all there were.
         """
         self._window_size = size
         held = None if size is None or self.record_past else size - 1 + CROP_RESERVE
-        seen = None if size is None else size - 1 + inputs.shape[1]
+        seen = None if size is None else size - 1 + rows.shape[1]
         if valid is None and f"{name}_valid" not in self.states:
-            return Window(_last(self._append(name, inputs, held=held), seen), None)
+            return Window(_last(self._append(name, rows, held=held), seen), None)
         if valid is None:
-            valid = inputs.new_ones(inputs.shape[:2], dtype=torch.bool)
+            valid = rows.new_ones(rows.shape[:2], dtype=torch.bool)
         elif name in self.states and f"{name}_valid" not in self.states:
             # the first that are not all real
-            past = inputs.new_ones(inputs.shape[0], len(self.states[name]), dtype=torch.bool)
+            past = rows.new_ones(rows.shape[0], len(self.states[name]), dtype=torch.bool)
             self._append(f"{name}_valid", past)
-        inputs = self._append(name, inputs.masked_fill(~valid.unsqueeze(-1), 0.0), held=held)
+        rows = self._append(name, rows.masked_fill(~valid.unsqueeze(-1), 0.0), held=held)
         valid = self._append(f"{name}_valid", valid, held=held)
-        return Window(_last(inputs, seen), _last(valid, seen))
+        return Window(_last(rows, seen), _last(valid, seen))
 
     def count(self, name: str, amounts: Tensor) -> Tensor:
         """Add `[B, T, n]`; return the sums over all tokens before these, `[B, n]`."""
@@ -190,14 +190,14 @@ class GatedStaticLayer(_GateStates, StaticLayer):
 
     states: dict[str, Tensor]
 
-    def window(self, name: str, inputs: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
+    def window(self, name: str, rows: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
         """See `GatedDynamicLayer.window`; before the first token stand `size - 1` that are no real
         ones."""
         if valid is None:
-            valid = inputs.new_ones(inputs.shape[:2], dtype=torch.bool)
+            valid = rows.new_ones(rows.shape[:2], dtype=torch.bool)
         held = self.max_cache_len if size is None else size - 1
         return Window(
-            self._shift_in(name, inputs.masked_fill(~valid.unsqueeze(-1), 0.0), held=held),
+            self._shift_in(name, rows.masked_fill(~valid.unsqueeze(-1), 0.0), held=held),
             self._shift_in(f"{name}_valid", valid, held=held),
         )
 

@@ -41,12 +41,16 @@ class GateBatchNorm(nn.BatchNorm1d):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         x = at_least_float32(x)
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        affine = self.weight, self.bias, self.running_mean, self.running_var
+        weight, bias, mean, var = (
+            tensor if tensor.dtype == x.dtype else tensor.to(x.dtype) for tensor in affine
+        )
         if self.uses_batch_statistics:
             return torch.addcmul(bias, self.standardize(x, valid), weight)
-        mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
         rows = x.flatten(0, -2)
-        return nn.functional.batch_norm(rows, mean, var, weight, bias, eps=self.eps).view(x.shape)
+        return torch.batch_norm(
+            rows, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled
+        ).view(x.shape)
 
     def standardize(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """`(x - mean) / sqrt(var + eps)` by the batch's statistics, `[..., d]`; the running ones follow

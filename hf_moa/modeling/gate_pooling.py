@@ -42,9 +42,9 @@ def windowed_mean(x: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
     return _mean_of_masked(x.masked_fill(~mask.unsqueeze(-1), 0.0), mask, window, last=x.shape[1])
 
 
-def last_windowed_means(inputs: Window, window: int | None, *, last: int) -> Tensor:
-    """`windowed_mean` at the `last` positions of cached inputs -> `[B, last, d]`."""
-    return _mean_of_masked(inputs.inputs, inputs.valid, window, last=last)
+def last_windowed_means(cached: Window, window: int | None, *, last: int) -> Tensor:
+    """`windowed_mean` at the `last` positions of cached rows -> `[B, last, d]`."""
+    return _mean_of_masked(cached.rows, cached.valid, window, last=last)
 
 
 def _mean_of_masked(x: Tensor, mask: Tensor | None, window: int | None, *, last: int) -> Tensor:

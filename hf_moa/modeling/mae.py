@@ -22,11 +22,10 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
-from .gate_cache import Window
 from .gate_norm import GateBatchNorm
 from .gate_pooling import last_windowed_means, masked_mean, windowed_mean
 from .linear_slices import is_plain
-from .multi_head import MultiHead
+from .multi_head import MultiHead, Remember
 from .precision import at_least_float32, without_autocast
 from .process_sum import has_several_processes
 from .token_rows import TokenRows
@@ -105,7 +104,8 @@ class MaeGate(nn.Module):
         hidden = self._hidden(x, valid, dtype)
         if pool is not None:
             hidden = pool(hidden).to(dtype)
-        logits = self.out(self.dropout(torch.tanh(hidden)))
+        hidden = torch.tanh(hidden)
+        logits = self.out(self.dropout(hidden) if self.training else hidden)
         return at_least_float32(logits).softmax(dim=-1)
 
     def _hidden(self, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -176,20 +176,21 @@ class MixtureOfHeads(MultiHead):
         return self.is_causal and self.gate is not None
 
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, window: Window | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, remember: Remember | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Weights of the heads for one call.
 
         Args:
             hidden_states: `[B, T, d]`, the inputs of the attention layer.
             padding_mask: `[B, T]` bool, the real tokens among them; None for all.
-            window: causal layers with a cache: these inputs and those before them.
+            remember: causal layers with a cache: puts rows `[B, T, ...]` of these tokens, and which are
+                of real ones, behind those of earlier tokens.
 
         Returns:
             Head weights `[B, 1, h]` (or `[B, T, h]` where causal; None stands for ones) and the
             record `{"expert_weights": [B, E] or [B, T, E]}`, the gate's distribution.
         """
-        weights = self._expert_weights(hidden_states, padding_mask, window)
+        weights = self._expert_weights(hidden_states, padding_mask, remember)
         record = {"expert_weights": weights}
         chosen = weights
         if self.training and self.phase == "expert":
@@ -218,7 +219,7 @@ class MixtureOfHeads(MultiHead):
         return super().output(linear, context, mix)
 
     def _expert_weights(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, window: Window | None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, remember: Remember | None
     ) -> Tensor:
         batch, length = hidden_states.shape[:2]
         if self.gate is None:
@@ -228,21 +229,30 @@ class MixtureOfHeads(MultiHead):
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and not (self.training and self.phase == "expert")
         ):
-            return self._gate(hidden_states, padding_mask, window)
+            return self._gate(hidden_states, padding_mask, remember)
 
-    def _gate(self, hidden_states: Tensor, padding_mask: Tensor | None, window: Window | None) -> Tensor:
+    @property
+    def pools_inputs(self) -> bool:
+        """Whether the gate averages its inputs, not what its first matrix makes of them: in training,
+        for the statistics of the means."""
+        return self.training or self.gate.training
+
+    def _gate(
+        self, hidden_states: Tensor, padding_mask: Tensor | None, remember: Remember | None
+    ) -> Tensor:
         length, dtype = hidden_states.shape[1], hidden_states.dtype
         if not self.is_causal:
             valid = None if padding_mask is None else padding_mask.any(dim=1)
             return self.gate(masked_mean(hidden_states, padding_mask), valid, dtype=dtype)
-        if window is not None and window.inputs.shape[1] > length:  # inputs of earlier steps
-            pooled = last_windowed_means(window, self.window, last=length)
-            return self.gate(pooled, padding_mask, dtype=dtype)
 
-        def pool(x: Tensor) -> Tensor:
-            return windowed_mean(x, padding_mask, self.window)
+        def pool(rows: Tensor) -> Tensor:
+            if remember is not None:
+                window = remember(rows, padding_mask)
+                if window.rows.shape[1] > length:  # rows of earlier calls
+                    return last_windowed_means(window, self.window, last=length)
+            return windowed_mean(rows, padding_mask, self.window)
 
-        if self.training or self.gate.training:
+        if self.pools_inputs:
             return self.gate(pool(hidden_states), padding_mask, dtype=dtype)
         return self.gate(hidden_states, None, dtype=dtype, pool=pool)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from .gate_cache import Window
 from .token_rows import TokenRows
+
+# Puts rows `[B, T, ...]`, and which of them are of real tokens, behind those of earlier tokens.
+Remember = Callable[[Tensor, Tensor | None], Window]
 
 
 class MultiHead(nn.Module):
@@ -16,7 +20,7 @@ class MultiHead(nn.Module):
     Its members are what `GatedAttention` asks of every mixture: `route` decides, `take` is the decision
     for some of the tokens (`no_mix` for one without a context), `query` makes the heads' queries,
     `position_bias` the bias of their scores, `output` the layer's output of their contexts; `remembers`
-    says whether `route` needs earlier inputs, `window` how many.
+    says whether `route` needs something of earlier tokens, `window` of how many.
 
     Args:
         num_heads: h.
@@ -32,7 +36,7 @@ class MultiHead(nn.Module):
     window: int | None = None
 
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, window: Window | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, remember: Remember | None = None
     ) -> tuple[Any, dict]:
         """The decision for `[B, T, d]` (nothing here), and a record of named tensors."""
         return None, {}

@@ -297,8 +297,8 @@ def test_window_is_held_and_no_more():
     ids = torch.randint(5, 67, (1, 300))
     full, _ = decoder(model, ids)
     _, cache = decoder(model, ids[:, :280], use_cache=True)
-    held = cache.layers[0].states["gate_inputs"]
-    assert held.rows.shape == (1, 2 + CROP_RESERVE, 32)
+    held = cache.layers[0].states["gate_features"]
+    assert held.rows.shape == (1, 2 + CROP_RESERVE, model.config.mae_gate_hidden_size)
     with pytest.raises(ValueError, match="activate_past_recording"):
         cache.crop(-CROP_RESERVE - 1)  # and leaves it as it was
     cache.crop(-CROP_RESERVE)
@@ -321,6 +321,16 @@ def test_cache_of_another_model_is_refused():
     gated = decoder.build(attention_type="mae")
     with pytest.raises(ValueError, match="past_key_values"):
         decoder(gated, ids[:, :1], cache=cache, use_cache=True)
+
+
+def test_cache_of_another_mode_is_refused():
+    decoder = Decoder("gpt2")
+    model, ids = decoder.build(attention_type="mae"), batch(length=6)[0]
+    for training in (False, True):
+        _, cache = decoder(model.train(training), ids, use_cache=True)
+        _, cache = decoder(model, ids[:, :1], cache=cache, use_cache=True)
+        with pytest.raises(ValueError, match="filled in another mode"):
+            decoder(model.train(not training), ids[:, :1], cache=cache, use_cache=True)
 
 
 class _OffloadedLayer(DynamicLayer):
