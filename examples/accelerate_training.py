@@ -37,6 +37,11 @@ from hf_moa.training import (
     written_whole,
 )
 from hf_moa.training.arguments import noise_steps
+from hf_moa.training.gate_choices import (
+    check_mae_training,
+    check_noise_steps,
+    choose_mae_training,
+)
 from hf_moa.training.gate_descent import prepare_gates
 from hf_moa.training.schedules import set_cct_noise
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
@@ -421,28 +426,11 @@ class GatedTraining:
 
 def _mae_training(args: AccelerateArguments, model: nn.Module, accelerator: Accelerator) -> str | None:
     """How gates are trained; a ValueError where that does not go with the model."""
-    config = model.config
-    has_cct = getattr(config, "cct_budgets", None) is not None
-    if has_cct != (args.cct_noise_steps is not None):
-        raise ValueError(
-            "`cct_noise_steps` must be given for a model with CCT, and for no other: the updates over "
-            f"which the gates' noise grows; -1 for all (got {args.cct_noise_steps} and "
-            f"cct_budgets={getattr(config, 'cct_budgets', None)})."
-        )
-    if getattr(config, "attention_type", None) != "mae":
-        if args.mae_training is not None:
-            raise ValueError(
-                f"`mae_training` needs --attention_type mae (got {args.mae_training!r} and a model with "
-                f"attention_type={getattr(config, 'attention_type', None)!r})."
-            )
-        return None
-    training = args.mae_training or ("bcd" if config.mae_gate_type == "learned" else "expert")
-    if training == "bcd" and accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise ValueError(
-            "mae_training='bcd' updates gates and experts in turn, which DeepSpeed cannot: use DDP or "
-            "FSDP, or mae_training='joint'."
-        )
-    return training
+    chosen = choose_mae_training(model, args.mae_training)
+    in_turns = accelerator.distributed_type != DistributedType.DEEPSPEED
+    check_mae_training(model, args.mae_training, chosen=chosen, engine=None if in_turns else "DeepSpeed")
+    check_noise_steps(model.config, args.cct_noise_steps)
+    return chosen
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> list[dict]:

@@ -28,10 +28,10 @@ from .arguments import (
     noise_steps,
 )
 from .checkpoints import written_whole
+from .gate_choices import check_mae_training, check_noise_steps, choose_mae_training
 from .gate_descent import (
     BlockCoordinateDescent,
     NonFiniteGradientError,
-    gate_parameters,
     keep_gates_out,
     prepare_gates,
 )
@@ -81,16 +81,11 @@ class _GatedTraining:
     @property
     def mae_training(self) -> str | None:
         """How this run trains: "bcd", "expert" or "joint"; None for a model without MAE attention."""
-        config = getattr(self._gated_model(), "config", None)
-        if getattr(config, "attention_type", None) != "mae":
-            return None
-        if self.args.mae_training is not None:
-            return self.args.mae_training
-        if hasattr(self.model, "peft_config"):
-            return "joint"  # there may be nothing but gates to train
-        if config.mae_gate_type == "uniform":
-            return "expert"
-        return "bcd" if gate_parameters(self._gated_model()) else "joint"
+        return choose_mae_training(
+            self._gated_model(),
+            self.args.mae_training,
+            adapted=hasattr(self.model, "peft_config"),
+        )
 
     def _gated_model(self) -> nn.Module:
         """The model itself, without wrappers or adapters."""
@@ -101,48 +96,15 @@ class _GatedTraining:
         """Raise a ValueError where the arguments and the model do not go together."""
         args, model = self.args, self._gated_model()
         args.check_gate_training()
-        config = getattr(model, "config", None)
-        attention_type = getattr(config, "attention_type", None)
-        if args.mae_training is not None and attention_type != "mae":
+        engine = "DeepSpeed" if self.is_deepspeed_enabled else None
+        engine = "FSDP version 1" if self._is_fsdp1() else engine
+        check_mae_training(model, args.mae_training, chosen=self.mae_training, engine=engine)
+        if self.mae_training == "bcd" and args.max_steps <= 0 and args.num_train_epochs <= 0:
             raise ValueError(
-                f"mae_training={args.mae_training!r} needs a model with MAE attention (got a "
-                f"{type(model).__name__} with attention_type={attention_type!r}). Leave it out, or "
-                'convert the model: upcycle(model, "mae").'
+                "mae_training='bcd' has its first G step in epoch 0: num_train_epochs must be above 0 "
+                f"(got {args.num_train_epochs})."
             )
-        if args.mae_training == "bcd" and config.mae_gate_type == "uniform":
-            raise ValueError(
-                "mae_training='bcd' needs gates to train, and mae_gate_type='uniform' has none: give "
-                "mae_training='expert'."
-            )
-        if self.mae_training == "bcd":
-            if not gate_parameters(model):
-                raise ValueError(
-                    "mae_training='bcd' needs gates that can learn, but all are frozen "
-                    "(requires_grad=False). Give mae_training='joint', or keep them trainable: an "
-                    'FTGConfig adapter, or modules_to_save=["gate"].'
-                )
-            if args.max_steps <= 0 and args.num_train_epochs <= 0:
-                raise ValueError(
-                    "mae_training='bcd' has its first G step in epoch 0: num_train_epochs must be above "
-                    f"0 (got {args.num_train_epochs})."
-                )
-            if self.is_deepspeed_enabled or self._is_fsdp1():
-                raise ValueError(
-                    "mae_training='bcd' updates gates and experts in turn, which DeepSpeed and FSDP "
-                    "version 1 cannot: use DDP or FSDP version 2, or mae_training='joint'."
-                )
-        has_cct = getattr(config, "cct_budgets", None) is not None
-        if trains and has_cct and args.cct_noise_steps is None:
-            raise ValueError(
-                "cct_noise_steps must be given for a model with CCT: the optimiser steps over which the "
-                f"gates' noise grows to cct_noise_max={config.cct_noise_max} (below 1, that part of the "
-                "run; -1, all of it; got None)."
-            )
-        if args.cct_noise_steps is not None and not has_cct:
-            raise ValueError(
-                f"cct_noise_steps needs a model with CCT (got {args.cct_noise_steps} and a "
-                f"{type(model).__name__} without cct_budgets)."
-            )
+        check_noise_steps(getattr(model, "config", None), args.cct_noise_steps, required=trains)
 
     def _is_fsdp1(self) -> bool:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
