@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 # Inputs that a dynamic layer holds beyond the window, so that as many tokens can be cropped.
@@ -33,51 +33,62 @@ class GrowingRows:
 
     Args:
         rows: the first ones.
+
+    Attributes:
+        rows: all there are.
     """
 
-    def __init__(self, rows: Tensor):
-        self._buffer = rows
-        self._start, self._end = 0, rows.shape[1]
+    # Slots are no part of what an exporter sees: there a step of generation takes and gives the rows
+    # alone, of any number.
+    __slots__ = ("__dict__", "_buffer", "_end")
 
-    @property
-    def rows(self) -> Tensor:
-        return self._buffer[:, self._start : self._end]
+    def __init__(self, rows: Tensor):
+        self._take(rows)
 
     def __len__(self) -> int:
-        return self._end - self._start
+        return self.rows.shape[1]
 
     def append(self, new: Tensor, *, held: int | None = None) -> Tensor:
         """Append `new`; return all rows, and keep the last `held` (None: all) of them."""
-        end = self._end + new.shape[1]
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             self._take(torch.cat([self.rows, new], dim=1))  # what a graph holds must not change
-        elif end > self._buffer.shape[1] or self._is_closed():
-            past = self.rows
-            capacity = 2 * (past.shape[1] + new.shape[1])
-            buffer = past.new_empty(past.shape[0], capacity, *past.shape[2:])
-            torch.cat([past, new], dim=1, out=buffer[:, : past.shape[1] + new.shape[1]])
-            self._buffer, self._start, self._end = buffer, 0, past.shape[1] + new.shape[1]
         else:
-            self._buffer[:, self._end : end] = new
-            self._end = end
+            self._append_in_place(new)
         rows = self.rows
-        if held is not None:
-            self._start = max(self._start, self._end - held)
+        self.rows = _last(rows, held)
         return rows
 
     def crop(self, length: int) -> None:
         """Drop the last `length` rows."""
-        self._end -= length
+        self.rows = self.rows[:, : len(self) - length]
+        if self._room() is not None:
+            self._end -= length
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self._take(function(self.rows))
 
-    def _is_closed(self) -> bool:
-        """Whether the buffer was made in inference mode, and this is outside of it."""
-        return self._buffer.is_inference() and not torch.is_inference_mode_enabled()
+    def _append_in_place(self, new: Tensor) -> None:
+        total = len(self) + new.shape[1]
+        room = self._room()
+        if room is None or self._end + new.shape[1] > room.shape[1]:
+            room = self.rows.new_empty(self.rows.shape[0], 2 * total, *self.rows.shape[2:])
+            torch.cat([self.rows, new], dim=1, out=room[:, :total])
+            self._buffer, self._end = room, total
+        else:
+            room[:, self._end : self._end + new.shape[1]] = new
+            self._end += new.shape[1]
+        self.rows = room[:, self._end - total : self._end]
+
+    def _room(self) -> Tensor | None:
+        """The buffer that the rows stand in; None without one, or if it was made in inference mode and
+        this is outside of it."""
+        buffer = getattr(self, "_buffer", None)  # not set by an exporter
+        if buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled():
+            return None
+        return buffer
 
     def _take(self, rows: Tensor) -> None:
-        self._buffer, self._start, self._end = rows, 0, rows.shape[1]
+        self.rows, self._buffer, self._end = rows, None, 0
 
 
 class _GateStates:
@@ -171,6 +182,11 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         self._crop_keys(abs(tokens_to_remove))
         for state in self.states.values():
             state.crop(abs(tokens_to_remove))
+
+    def for_export(self) -> GatedDynamicLayer:
+        """This layer as an exported step takes and gives it."""
+        self._apply(lambda rows: rows.contiguous())
+        return self
 
     def _crop_keys(self, tokens_to_remove: int) -> None:
         super().crop(-tokens_to_remove)
@@ -280,3 +296,24 @@ def _is_empty(layer: DynamicLayer | StaticLayer) -> bool:
 def _last(x: Tensor, length: int | None) -> Tensor:
     """The last `length` entries along dim 1 (all there are, where they are fewer)."""
     return x if length is None else x[:, max(0, x.shape[1] - length) :]
+
+
+def _register_with_exporters() -> None:
+    """Let an exported step take caches as an exported step before it gives them: with all keys, and
+    without room for more."""
+    try:
+        from transformers.exporters.utils import register_export_input_preparer
+    except ImportError:
+        return
+
+    # named twice: what names it once may be another's, and would be replaced
+    @register_export_input_preparer("past_key_values", "past_key_values")
+    def prepare_layers(model: nn.Module, inputs: dict) -> None:
+        for cross in (False, True):
+            cache = own_cache(inputs["past_key_values"], cross=cross)
+            for layer_idx, layer in enumerate(getattr(cache, "layers", [])):
+                if hasattr(layer, "for_export"):
+                    cache.layers[layer_idx] = layer.for_export()
+
+
+_register_with_exporters()

@@ -72,6 +72,9 @@ class OpenKeysLayer(GatedDynamicLayer):
                 setattr(layer, name, full)
         return layer
 
+    def for_export(self) -> GatedDynamicLayer:
+        return self.spread().for_export()
+
     def get_seq_length(self) -> int:
         return self.length
 

@@ -74,19 +74,26 @@ def test_steps_of_generation_export_with_their_caches(case, name):
     """What the gates remember is an input of the exported step, not a constant of it."""
     model = case.build(**VARIANTS[name])
 
-    def steps(seed):
-        inputs = case.inputs(seed=seed)
+    def steps(seed, length):
+        inputs = case.inputs(seed=seed, length=length)
         inputs.pop("decoder_input_ids", None)
         inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
         return decompose_for_generation(model, inputs)
 
-    first, other = steps(0), steps(5)
-    assert set(first) >= {"prefill", "decode"}
-    for step, (module, inputs) in first.items():
-        exported = DynamoExporter().export(module, copy.deepcopy(inputs), config=DynamoConfig())
-        expected = main_output(module(**copy.deepcopy(other[step][1])))
-        actual = main_output(exported(**copy.deepcopy(other[step][1])))
-        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
+    exported = {
+        step: DynamoExporter().export(module, inputs, config=DynamoConfig(dynamic=True))
+        for step, (module, inputs) in steps(0, 9).items()
+    }
+    assert set(exported) >= {"prefill", "decode"}
+    # of another length, and the second step on the cache that the first one gives
+    cache = None
+    for step, (module, inputs) in steps(5, 13).items():
+        expected = main_output(module(**copy.deepcopy(inputs)))
+        if cache is not None:
+            inputs["past_key_values"] = cache
+        output = exported[step](**inputs)
+        torch.testing.assert_close(main_output(output), expected, atol=1e-4, rtol=1e-5)
+        cache = output["past_key_values"]
 
 
 @pytest.mark.slow
