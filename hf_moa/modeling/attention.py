@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_tracing
 from .attention_functions import eager_attention_forward
 from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
 from .cct_costs import AttentionCost, used_and_full
-from .gate_cache import Window, gated_layer, own_cache
+from .gate_cache import Window, gated_layer, is_empty, own_cache
 from .linear_slices import is_plain, takes_rows
 from .mixtures import build_mixture
 from .open_keys_cache import OpenKeysLayer, open_keys_layer, spread_open_keys
@@ -401,6 +401,9 @@ class GatedAttention(nn.Module):
         name = "cross_gate_" if self.is_cross_attention else "gate_"
         # which are of another width
         kinds = ("inputs", "features") if self.mixture.pools_inputs else ("features", "inputs")
+        if name + kinds[1] in layer.states and is_empty(layer):  # as after a reset
+            del layer.states[name + kinds[1]]
+            layer.states.pop(f"{name}{kinds[1]}_valid", None)
         if name + kinds[1] in layer.states:
             raise ValueError(
                 "past_key_values was filled in another mode, train() or eval(), than the model is in "

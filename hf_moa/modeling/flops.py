@@ -35,7 +35,8 @@ class PartFlops:
     Attributes:
         name: the layer (`"encoder.layer.0"`), or the module where it is in none.
         part: `"self_attention"`, `"cross_attention"`, `"feed_forward"`, or `"head"` outside layers.
-        total: with every expert computed for every token, and all of CCT's gates open.
+        total: with the matrices of every expert applied to every token (attention itself has the heads
+            that are chosen), and all of CCT's gates open.
         active: of the experts that the routers choose, at the budget.
         gating: what of `active` gates, routers and control networks take.
     """
@@ -209,6 +210,8 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
         "_experts_implementation_internal": "batched_mm",
     }
     chosen = [(config, {name: getattr(config, name) for name in runs_there}) for config in configs]
+    # hooks that gather or move parameters have none to move
+    wrapped = [(m, m.__dict__.pop("forward")) for m in model.modules() if "forward" in m.__dict__]
     held = [
         (tensors, name, tensor)
         for module in model.modules()
@@ -226,6 +229,8 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
     finally:
         for tensors, name, tensor in held:
             tensors[name] = tensor
+        for module, forward in wrapped:
+            module.forward = forward
         for config, implementations in chosen:
             vars(config).update(implementations)
         for module in was_training:

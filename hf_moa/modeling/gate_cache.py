@@ -277,7 +277,7 @@ def gated_layer(
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]
-    if type(layer) in _GATED and _is_empty(layer):
+    if type(layer) in _GATED and is_empty(layer):
         cache.layers[layer_idx] = layer = _GATED[type(layer)].in_place_of(layer)
     if not isinstance(layer, _GateStates):
         raise ValueError(
@@ -288,7 +288,8 @@ def gated_layer(
     return layer
 
 
-def _is_empty(layer: DynamicLayer | StaticLayer) -> bool:
+def is_empty(layer: DynamicLayer | StaticLayer) -> bool:
+    """Whether a layer holds no keys."""
     # Compiled code meets static layers that were filled eagerly, and those are gated already.
     return not layer.is_initialized or int(layer.get_seq_length()) == 0
 

@@ -155,7 +155,8 @@ class _Standardize(torch.autograd.Function):
         of_mean = grad.sum(dim=0) * share
         along = grad * standard
         of_scale = (along.sum(dim=0) + scale * grad_scale) * share
-        out = None if torch.is_grad_enabled() else along  # which a graph holds
+        # a graph holds it, or a transform has no rule for it
+        out = None if torch.is_grad_enabled() or is_transformed(grad) else along
         moved = torch.addcmul(of_mean, standard, of_scale, out=out)
         moved = moved if weight is None else torch.mul(moved, weight, out=out)
         moved = torch.sub(grad, moved, out=out)

@@ -31,6 +31,10 @@ class GatedGenerationMixin(GenerationMixin):
             # beams repeat the rows of every tensor, and a scalar has none
             is_scalar = isinstance(budget, Tensor) and budget.ndim == 0
             kwargs["budget"] = budget.item() if is_scalar else budget
+        encoded = kwargs.get("encoder_outputs")
+        if isinstance(encoded, dict):  # the same of its losses
+            rows = {k: v for k, v in encoded.items() if not isinstance(v, Tensor) or v.ndim > 0}
+            kwargs["encoder_outputs"] = type(encoded)(**rows)
         return super().generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(

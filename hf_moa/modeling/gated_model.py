@@ -33,6 +33,7 @@ class GatedModel:
     """
 
     mae_phase = "mixture"
+    _has_two_halves = False  # an encoder and a decoder
     # Statistics of a few vectors per batch: too coarse in half precision.
     _keep_in_fp32_modules_strict = ("mixture.gate.norm",)
 
@@ -138,7 +139,7 @@ class GatedModel:
         if not any(isinstance(module, BudgetControl) for module in self.modules()):
             self._refuse_budget(budget)
         lengths = {"sequence_length": sequence_length}
-        if self.config.is_encoder_decoder:
+        if self._has_two_halves:
             lengths["decoder_length"] = sequence_length if decoder_length is None else decoder_length
         elif decoder_length is not None:
             raise ValueError(

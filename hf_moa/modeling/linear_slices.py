@@ -10,7 +10,18 @@ def is_plain(module: nn.Module) -> bool:
     """Whether a linear layer is what its weight says: no adapter, quantisation, hook or offloading."""
     if type(module) not in (nn.Linear, Conv1D) or type(module.weight) not in (nn.Parameter, Tensor):
         return False
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    return not is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether something waits for calls of a module: a hook, offloading, a wrapped forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
 
 
 def takes_rows(module: nn.Module) -> bool:

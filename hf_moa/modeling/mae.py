@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .gate_norm import GateBatchNorm
 from .gate_pooling import last_windowed_means, masked_mean, windowed_mean
-from .linear_slices import is_plain
+from .linear_slices import is_plain, is_watched
 from .multi_head import MultiHead, Remember
 from .precision import at_least_float32, without_autocast
 from .process_sum import has_several_processes
@@ -104,18 +104,21 @@ class MaeGate(nn.Module):
         hidden = self._hidden(x, valid, dtype)
         if pool is not None:
             hidden = pool(hidden).to(dtype)
-        hidden = torch.tanh(hidden)
-        logits = self.out(self.dropout(hidden) if self.training else hidden)
+        logits = self.out(self.dropout(torch.tanh(hidden)))
         return at_least_float32(logits).softmax(dim=-1)
 
     def _hidden(self, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
         """`dense(norm(x))`."""
-        if not (self.norm.uses_batch_statistics and is_plain(self.dense)):
+        norm = self.norm
+        # its weight may be another module's to gather, as FSDP's
+        stands_alone = type(norm) is GateBatchNorm and type(norm.weight) in (nn.Parameter, Tensor)
+        stands_alone = stands_alone and not is_watched(norm) and is_plain(self.dense)
+        if not (stands_alone and norm.uses_batch_statistics):
             return self.dense(self.norm(x, valid).to(dtype))
         # The norm's weight and bias go into the matrix: backward need not keep what they make.
-        weight = self.dense.weight * self.norm.weight
-        bias = self.dense.bias + self.dense.weight.to(weight.dtype) @ self.norm.bias
-        x = self.norm.standardize(x, valid).to(dtype)
+        weight = self.dense.weight * norm.weight
+        bias = self.dense.bias + self.dense.weight.to(weight.dtype) @ norm.bias
+        x = norm.standardize(x, valid).to(dtype)
         return nn.functional.linear(x, weight.to(dtype), bias.to(dtype))
 
 

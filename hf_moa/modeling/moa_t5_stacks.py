@@ -252,6 +252,8 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
         self.encoder.set_input_embeddings(value)
         self.decoder.set_input_embeddings(value)
 
+    _has_two_halves = True
+
     def _run_to_count(self, tokens: Tensor, decoder_tokens: Tensor) -> None:
         self(input_ids=tokens, decoder_input_ids=decoder_tokens)
 

@@ -215,6 +215,8 @@ class MoaT5ForSequenceClassification(MoaT5PreTrainedModel):
         self.classification_head = T5ClassificationHead(config)
         self.post_init()
 
+    _has_two_halves = True
+
     def _run_to_count(self, tokens: Tensor, decoder_tokens: Tensor) -> None:
         # where the end token stands is not known
         outputs = self.transformer(input_ids=tokens, decoder_input_ids=decoder_tokens)

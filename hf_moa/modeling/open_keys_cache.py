@@ -5,6 +5,7 @@ Its memory falls with the budget. `skipped_keys.py` says how attention to them i
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -37,6 +38,8 @@ class OpenKeysLayer(GatedDynamicLayer):
         """Append keys and values `[1, n, kv_heads, dh]`, of `rows` of the next tokens; return all,
         `[B, kv_heads, 1 + K, dh]`."""
         new = OpenKeys.of(rows, key_states, value_states)
+        if self.is_initialized:
+            self._open_up(torch.promote_types(self.keys.dtype, key_states.dtype))
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values, self.positions = new.key, new.value, new.position
@@ -45,6 +48,14 @@ class OpenKeysLayer(GatedDynamicLayer):
             self._add(key_states, value_states, rows)
         self.length += new.length
         return self.keys, self.values
+
+    def _open_up(self, dtype: torch.dtype) -> None:
+        """Make what is held take keys of this dtype, and gradients outside of inference mode."""
+        is_closed = self.keys.is_inference() and not torch.is_inference_mode_enabled()
+        for name in ("keys", "values"):
+            setattr(self, name, getattr(self, name).to(dtype, copy=is_closed))
+        if is_closed:
+            self.positions = self.positions.clone()
 
     def _add(self, key: Tensor, value: Tensor, rows: TokenRows) -> None:
         batch, rank = rows.places
@@ -100,7 +111,7 @@ class OpenKeysLayer(GatedDynamicLayer):
     def _crop_keys(self, tokens_to_remove: int) -> None:
         if not self.is_initialized:
             return
-        self.length -= tokens_to_remove
+        self.length = max(0, self.length - tokens_to_remove)
         # positions rise along a sequence: what stays comes first
         stays = self.positions < self.length
         positions = self.positions.masked_fill(~stays, -1)

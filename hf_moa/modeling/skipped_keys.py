@@ -2,7 +2,7 @@
 
 A skipped key has K = 0 and V = 0: its score is 0 (or its bias, where scores have one), and it still adds
 `exp(score)` to the denominator of the softmax. One key with V = 0 stands for all of them; its score is
-the logarithm of their sum, for each query of those that it sees. (Half precision rounds that score.)
+the logarithm of their sum, for each query of those that it sees.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .precision import at_least_float32
+from .precision import at_least_float32, autocasts
 from .token_rows import TokenRows
 
 
@@ -160,8 +160,12 @@ def attend_to_open_keys(
             query = query.transpose(1, 2).flatten(1, 2).unsqueeze(1)
         else:
             key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
+    if not autocasts(query.device.type):  # the cache may be of a call under autocast
+        key, value = key.to(query.dtype), value.to(query.dtype)
+    # half precision would round the logarithms; the CPU's kernels need not
+    bias = bias if query.device.type == "cpu" else bias.to(query.dtype)
     context = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias.to(query.dtype), scale=scaling
+        query, key, value, attn_mask=bias, scale=scaling
     )
     context = context.transpose(1, 2).reshape(batch_size, -1, heads, context.shape[-1])
     return query_rows.unpad(context)
@@ -196,30 +200,23 @@ def _causal_bias(query_rows: TokenRows, keys: OpenKeys, visible: Tensor, dtype: 
 
 def _bias_of_scores(scores: Tensor, query_rows: TokenRows, keys: OpenKeys, visible: Tensor) -> Tensor:
     """`[B, heads or 1, Q, 1 + K]`."""
-    batch_size, infinity = len(visible), float("inf")
-    largest = scores.detach().amax(dim=-1, keepdim=True)
-    largest = torch.where(largest == -infinity, 0.0, largest)
-    skipped = (visible & keys.skipped).to(scores.dtype)
-    terms = (scores - largest).exp()
+    infinity = float("inf")
+    position = query_rows.pad(query_rows.positions.unsqueeze(0))
+    # shape: (B or 1, h, T, S) -> (B, h, Q, S)
     if scores.shape[0] == 1:
-        # shape: (h, T, S) @ (S, B) -> (B, h, T)
-        total = (terms[0] @ skipped.t()).permute(2, 0, 1)
+        scores = scores[0][:, position].transpose(0, 1)
     else:
-        total = (terms @ skipped[:, None, :, None]).squeeze(-1)
-    is_none = total == 0  # whose logarithm has no gradient
-    total = total.masked_fill(is_none, 1.0).log() + largest.squeeze(-1)
+        index = position[:, None, :, None].expand(-1, scores.shape[1], -1, scores.shape[3])
+        scores = scores.gather(2, index)
+    skipped = scores.masked_fill(~(visible & keys.skipped)[:, None, None], -infinity)
+    is_none = skipped.detach().amax(dim=-1, keepdim=True) == -infinity
+    # whose logarithm has no gradient
+    total = skipped.masked_fill(is_none, 0.0).logsumexp(dim=-1, keepdim=True)
     total = total.masked_fill(is_none, -infinity)
-    query_position = query_rows.pad(query_rows.positions.unsqueeze(0))
-    at_query = query_position.unsqueeze(2)
-    at_key = keys.position.clamp(min=0).unsqueeze(1)
-    if scores.shape[0] == 1:
-        bias = scores[0][:, at_query, at_key].transpose(0, 1)
-    else:
-        batch = torch.arange(batch_size, device=scores.device)[:, None, None]
-        bias = scores[batch, :, at_query, at_key].permute(0, 3, 1, 2)
-    taken = keys.at(visible) & keys.is_key
-    bias = bias.masked_fill(~taken[:, None, None], -infinity).contiguous()
-    bias[..., 0] = total.gather(2, query_position.unsqueeze(1).expand(-1, bias.shape[1], -1))
+    taken = (keys.at(visible) & keys.is_key)[:, None, None]
+    at_key = keys.position.clamp(min=0)[:, None, None].expand(*scores.shape[:3], -1)
+    bias = scores.gather(3, at_key).masked_fill(~taken, -infinity)
+    bias[..., :1] = total
     sees_nothing = bias.amax(dim=-1) == -infinity
     bias[..., 0] = bias[..., 0].masked_fill(sees_nothing, 0.0)
     return bias

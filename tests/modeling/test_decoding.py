@@ -333,6 +333,21 @@ def test_cache_of_another_mode_is_refused():
             decoder(model.train(not training), ids[:, :1], cache=cache, use_cache=True)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_cache_that_was_reset_takes_any_mode(kind):
+    decoder = Decoder("gpt2")
+    model, ids = (
+        decoder.build(attention_type="mae", **decoder.case.family.no_dropout),
+        batch(length=6)[0],
+    )
+    cache = DynamicCache() if kind == "dynamic" else StaticCache(model.config, max_cache_len=8)
+    decoder(model.eval(), ids, cache=cache, use_cache=True)
+    cache.reset()
+    twin = copy.deepcopy(model.train())
+    actual, _ = decoder(model, ids, cache=cache, use_cache=True)
+    assert_equal(actual, decoder(twin, ids)[0])
+
+
 class _OffloadedLayer(DynamicLayer):
     """Keys are out of reach between an update and the next prefetch, as those of offloaded caches."""
 

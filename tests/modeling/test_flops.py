@@ -1,5 +1,6 @@
 """`model.flops` counts what torch's own counter sees, and what the equations say."""
 
+import accelerate
 import pytest
 import torch
 from families import CASE, each_class, each_variant
@@ -188,6 +189,18 @@ def test_counts_an_adapters_copy_instead_of_what_it_replaces():
     plain = model.flops(9)
     adapted = get_peft_model(model, hf_moa.FTGConfig(task_type="SEQ_CLS"))
     assert adapted.get_base_model().flops(9).active == plain.active
+
+
+def test_halves_and_offloaded_models_are_counted():
+    model = CASE["T5ForConditionalGeneration"].build(attention_type="mae")
+    whole = model.flops(9)
+    encoder = [p for p in whole.parts if p.name.startswith("encoder")]
+    assert model.get_encoder().flops(9).active == sum(p.active for p in encoder)
+    assert model.get_decoder().flops(9).active > 0  # without cross-attention
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert model.flops(9) == whole
+    ids = torch.ones(1, 4, dtype=torch.long)
+    assert model(input_ids=ids, decoder_input_ids=ids).logits.isfinite().all()
 
 
 def test_shows_millions_per_token_and_gives_plain_data():

@@ -72,7 +72,7 @@ def test_first_and_second_derivatives(valid):
     def standardize(x):
         return copy.deepcopy(norm).standardize(x, mask)
 
-    gradcheck(standardize, rows())
+    gradcheck(standardize, rows(), check_batched_grad=True)
     gradgradcheck(standardize, rows())
 
 
@@ -95,17 +95,19 @@ def test_forward_mode():
     torch.testing.assert_close(actual, tangent)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("hooked", [None, "dense", "norm", "norm backward"])
 def test_gate_is_its_norm_and_matrix(hooked):
-    """In one product, or one after the other where something watches the matrix."""
+    """In one product, or one after the other where something watches one of them."""
     torch.manual_seed(0)
     gate = MaeGate(hidden_size=SIZE, num_experts=3, gate_hidden_size=4, dropout=0.0).double()
     for parameter in gate.parameters():
         nn.init.normal_(parameter)
     x, gradient = rows(), torch.randn(ROWS, 3, dtype=torch.float64)
     seen = []
-    if hooked:
-        gate.dense.register_forward_hook(lambda *args: seen.append(args))
+    if hooked == "norm backward":
+        gate.norm.register_full_backward_hook(lambda *args: seen.append(0))
+    elif hooked:
+        getattr(gate, hooked).register_forward_hook(lambda *args: seen.append(0))
     logits = gate.out(torch.tanh(gate.dense(reference(gate.norm, x, torch.ones(ROWS).bool()))))
     learning = [x, *gate.parameters()]
     expected = torch.autograd.grad(logits.softmax(dim=-1), learning, gradient)
@@ -113,7 +115,35 @@ def test_gate_is_its_norm_and_matrix(hooked):
     actual = gate(x, None, dtype=torch.float64)
     torch.testing.assert_close(actual, logits.softmax(dim=-1))
     torch.testing.assert_close(torch.autograd.grad(actual, learning, gradient), expected)
-    assert len(seen) == hooked
+    assert len(seen) == (hooked is not None)
+
+
+def test_a_norm_that_is_wrapped_is_called():
+    class Wrapper(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm, self.calls = norm, 0
+
+        def forward(self, *args):
+            self.calls += 1
+            return self.norm(*args)
+
+    gate = MaeGate(hidden_size=SIZE, num_experts=3, gate_hidden_size=4, dropout=0.0).double()
+    expected = copy.deepcopy(gate)(rows(), None, dtype=torch.float64)
+    torch.manual_seed(0)
+    gate.norm = Wrapper(gate.norm)
+    gate(rows(), None, dtype=torch.float64)
+    assert gate.norm.calls == 1
+    assert expected.isfinite().all()
+
+
+def test_dropout_alone_can_be_in_training():
+    gate = MaeGate(hidden_size=SIZE, num_experts=3, gate_hidden_size=64, dropout=0.5).eval()
+    nn.init.normal_(gate.out.weight)
+    gate.dropout.train()
+    x = torch.randn(ROWS, SIZE)
+    first, second = (gate(x, None, dtype=torch.float32) for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 def test_keeps_one_tensor_of_its_inputs_size_for_backward():

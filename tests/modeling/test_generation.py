@@ -323,3 +323,13 @@ def test_a_cache_goes_on_where_it_ended():
         past_key_values=cache,
     )
     assert torch.equal(second, expected)
+
+
+@pytest.mark.parametrize("name", ["mae-1", "moa", "cct"])
+def test_encoder_outputs_may_be_given(name):
+    case = CASE["T5ForConditionalGeneration"]
+    model, ids = case.build(**case.family.variants[name]), case.inputs()["input_ids"]
+    kwargs = {"num_beams": 2, "max_new_tokens": 4, "eos_token_id": None}
+    expected = model.generate(ids, **kwargs)
+    encoded = model.get_encoder()(ids, return_dict=True)
+    assert torch.equal(model.generate(encoder_outputs=encoded, **kwargs), expected)
