@@ -24,7 +24,13 @@ from .gate_cache import Window, gated_layer, is_empty, own_cache
 from .linear_slices import is_plain, takes_rows
 from .mixtures import build_mixture
 from .open_keys_cache import OpenKeysLayer, open_keys_layer, spread_open_keys
-from .skipped_keys import OpenKeys, attend_to_open_keys, scores_to_add, visible_keys
+from .skipped_keys import (
+    OpenKeys,
+    attend_to_open_keys,
+    gathering_scores_pays,
+    scores_to_add,
+    visible_keys,
+)
 from .token_rows import TokenRows, skips
 
 
@@ -235,7 +241,7 @@ class GatedAttention(nn.Module):
             key, value = self.project_key_value(key_rows.gather(call.source))
             key, value = self.cct.key_norm(key), self.cct.value_norm(value)
         cached = self._cached_open_keys(call, start=True)
-        if self._is_sdpa() and (cached is not None or call.past_key_values is None):
+        if cached is not None or self._leaves_keys_out(call, query_rows, key_rows):
             keys = self._open_keys(call, cached, key, value, key_rows)
             context = self._attend_to_open_keys(call, query, query_rows, keys, mix)
         else:
@@ -259,6 +265,16 @@ class GatedAttention(nn.Module):
             if self._cached_open_keys(call, start=starts) is not None:
                 execution = "sparse"
         return skips(execution, gates.query if gates.kv is None else gates.kv, gates.query)
+
+    def _leaves_keys_out(
+        self, call: AttentionCall, query_rows: TokenRows, key_rows: TokenRows | None
+    ) -> bool:
+        """Whether attention without a cache leaves skipped keys out too."""
+        if not self._is_sdpa() or call.past_key_values is not None:
+            return False
+        if call.position_bias is None or self.config.cct_execution == "sparse":
+            return True
+        return gathering_scores_pays(query_rows, key_rows, masked=call.attention_mask is not None)
 
     def _cached_open_keys(self, call: AttentionCall, *, start: bool) -> OpenKeysLayer | None:
         """The layer of the cache, if it holds open keys alone; `start`: or can from now on."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .precision import at_least_float32, autocasts
+from .precision import at_least_float32, autocasts, without_autocast
 from .token_rows import TokenRows
 
 
@@ -116,6 +116,17 @@ def scores_to_add(
     return scores + attention_mask
 
 
+def gathering_scores_pays(query_rows: TokenRows, key_rows: TokenRows, *, masked: bool) -> bool:
+    """Whether attention with a position bias is faster to the open keys than to all, as measured on a
+    CPU: each sequence then has a bias of its own, as it has under a mask.
+
+    Args:
+        masked: there is an attention mask.
+    """
+    share = len(query_rows) * len(key_rows) / (query_rows.chosen.numel() * key_rows.chosen.numel())
+    return share < (0.4 if masked else 0.12)
+
+
 def attend_to_open_keys(
     query: Tensor,
     keys: OpenKeys,
@@ -200,23 +211,53 @@ def _causal_bias(query_rows: TokenRows, keys: OpenKeys, visible: Tensor, dtype: 
 
 def _bias_of_scores(scores: Tensor, query_rows: TokenRows, keys: OpenKeys, visible: Tensor) -> Tensor:
     """`[B, heads or 1, Q, 1 + K]`."""
-    infinity = float("inf")
+    infinity, batch_size = float("inf"), len(visible)
     position = query_rows.pad(query_rows.positions.unsqueeze(0))
-    # shape: (B or 1, h, T, S) -> (B, h, Q, S)
+    # shape: (B, heads or 1, T) -> (B, heads or 1, Q)
+    total = _sum_of_skipped(scores, visible & keys.skipped)
+    total = total.gather(2, position.unsqueeze(1).expand(-1, total.shape[1], -1))
+    at_query, at_key = position.unsqueeze(2), keys.position.clamp(min=0).unsqueeze(1)
     if scores.shape[0] == 1:
-        scores = scores[0][:, position].transpose(0, 1)
+        bias = scores[0][:, at_query, at_key].transpose(0, 1)
     else:
-        index = position[:, None, :, None].expand(-1, scores.shape[1], -1, scores.shape[3])
-        scores = scores.gather(2, index)
-    skipped = scores.masked_fill(~(visible & keys.skipped)[:, None, None], -infinity)
-    is_none = skipped.detach().amax(dim=-1, keepdim=True) == -infinity
-    # whose logarithm has no gradient
-    total = skipped.masked_fill(is_none, 0.0).logsumexp(dim=-1, keepdim=True)
-    total = total.masked_fill(is_none, -infinity)
+        batch = torch.arange(batch_size, device=scores.device)[:, None, None]
+        bias = scores[batch, :, at_query, at_key].permute(0, 3, 1, 2)
     taken = (keys.at(visible) & keys.is_key)[:, None, None]
-    at_key = keys.position.clamp(min=0)[:, None, None].expand(*scores.shape[:3], -1)
-    bias = scores.gather(3, at_key).masked_fill(~taken, -infinity)
-    bias[..., :1] = total
+    bias = bias.masked_fill_(~taken, -infinity)  # indexing has made it
+    bias[..., 0] = total
     sees_nothing = bias.amax(dim=-1) == -infinity
     bias[..., 0] = bias[..., 0].masked_fill(sees_nothing, 0.0)
     return bias
+
+
+def _sum_of_skipped(scores: Tensor, skipped: Tensor) -> Tensor:
+    """Logarithm of the sum of `exp(scores)` of the keys that are visible and skipped: `[B, h, T]`.
+
+    Args:
+        scores: `[B or 1, h, T, S]`.
+        skipped: `[B, S]` bool.
+    """
+    infinity = float("inf")
+    largest = scores.detach().amax(dim=-1, keepdim=True)
+    largest = torch.where(largest == -infinity, 0.0, largest)
+    terms = (scores - largest).exp()
+    with without_autocast(scores.device.type):
+        if scores.shape[0] == 1:
+            # shape: (h, T, S) @ (S, B) -> (B, h, T)
+            total = (terms[0] @ skipped.to(terms.dtype).t()).permute(2, 0, 1)
+        else:
+            total = (terms @ skipped.to(terms.dtype)[:, None, :, None]).squeeze(-1)
+    is_small = total < _SMALLEST_SUM
+    if not bool(is_small.any()):
+        return total.log() + largest.squeeze(-1)
+    is_none = ~((scores > -infinity) & skipped[:, None, None]).any(dim=-1)
+    if bool((is_small & ~is_none).any()):  # far below the largest score, of a key that is not skipped
+        scores = scores.masked_fill(~skipped[:, None, None], -infinity)
+        total = scores.masked_fill(is_none.unsqueeze(-1), 0.0).logsumexp(dim=-1)
+    else:
+        total = total.masked_fill(is_none, 1.0).log() + largest.squeeze(-1)  # which has a gradient
+    return total.masked_fill(is_none, -infinity)
+
+
+# Of terms that are at most 1, a sum below this may have lost some.
+_SMALLEST_SUM = 1e-25

@@ -11,7 +11,13 @@ from transformers import DynamicCache
 from hf_moa.modeling.cct import ControlNetwork
 from hf_moa.modeling.gate_cache import GatedDynamicLayer, GatedStaticLayer
 from hf_moa.modeling.open_keys_cache import OpenKeysLayer
-from hf_moa.modeling.skipped_keys import OpenKeys, attend_to_open_keys, scores_to_add, visible_keys
+from hf_moa.modeling.skipped_keys import (
+    OpenKeys,
+    attend_to_open_keys,
+    gathering_scores_pays,
+    scores_to_add,
+    visible_keys,
+)
 from hf_moa.modeling.token_rows import TokenRows
 
 GPT2, T5 = CASE["GPT2LMHeadModel"], CASE["T5ForConditionalGeneration"]
@@ -347,3 +353,29 @@ def test_crop_of_more_than_there_is_leaves_nothing():
 def test_visible_keys_of_chunks_are_told_by_their_masks():
     sizes = {"batch_size": 1, "num_queries": 2, "num_keys": 5, "device": torch.device("cpu")}
     assert visible_keys(None, None, causal=True, **sizes) is None
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_position_bias_either_way(pays, monkeypatch):
+    monkeypatch.setattr("hf_moa.modeling.attention.gathering_scores_pays", lambda *_, **__: pays)
+    attended = []
+    monkeypatch.setattr(
+        "hf_moa.modeling.attention.attend_to_open_keys",
+        lambda *args, **kwargs: attended.append(1) or attend_to_open_keys(*args, **kwargs),
+    )
+    ids = tokens(9)
+    expected = build("dense", CASE["T5EncoderModel"])(ids).last_hidden_state
+    assert not attended
+    actual = build("auto", CASE["T5EncoderModel"])(ids).last_hidden_state
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    assert bool(attended) == pays
+
+
+def test_gathering_scores_pays_where_little_is_open():
+    def rows(share):
+        return TokenRows(torch.arange(100).view(1, 100) < 100 * share)
+
+    assert gathering_scores_pays(rows(0.3), rows(0.3), masked=False)
+    assert not gathering_scores_pays(rows(0.5), rows(0.5), masked=False)
+    assert gathering_scores_pays(rows(0.5), rows(0.5), masked=True)
+    assert not gathering_scores_pays(rows(0.9), rows(0.9), masked=True)
