@@ -184,7 +184,8 @@ def table(results: Results, task: str, measure: str, scale: float, form: str) ->
 
 
 def reported(results: Results, task: str, method: str, fraction: float, measure: str) -> list[float]:
-    rows = results.find(task=task, method=method, fraction=fraction)
+    rate = chosen_rate(results, task, method)
+    rows = results.find(task=task, method=method, fraction=fraction, learning_rate=rate)
     return [row["measured"][measure] for row in rows if row["settings"]["seed"] in SEEDS]
 
 

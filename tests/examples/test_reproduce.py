@@ -67,3 +67,16 @@ def test_runs_are_made_once_and_reported(
 def test_report_of_a_run_under_way(experiment, tmp_path, capsys):
     experiment.main(["--report", str(tmp_path), "--results", str(tmp_path / "none.jsonl")])
     assert "| method |" in capsys.readouterr().out
+
+
+def test_report_leaves_out_other_learning_rates(experiment, tmp_path):
+    """Those of runs that were made before a better rate was tried."""
+    from runs import Results
+
+    results = Results(tmp_path / "results.jsonl")
+    run = {"task": "mrpc", "method": "ftg"}
+    for rate, accuracy in ((1e-3, 0.6), (1e-2, 0.7)):
+        for fraction, seed in ((0.25, 0), (0.5, 1)):
+            settings = {**run, "learning_rate": rate, "fraction": fraction, "seed": seed}
+            results.add(settings, {"accuracy": accuracy}, seconds=1)
+    assert experiment.reported(results, "mrpc", "ftg", 0.5, "accuracy") == [0.7]
