@@ -443,9 +443,11 @@ def test_training_step_is_captured_as_one_graph(case, fields):
     fixed = {"router_type": "topk", "router_load_loss_coef": 0.0} | case.family.no_dropout
     if "cct_budgets" in fields:
         fields = fields | {"cct_budgets": [0.5]}
+    # grouped products have no float64; gates that normalise three vectors need it
+    dtype, error = (torch.float32, 1e-6) if "ffn_type" in fields else (torch.float64, 1e-11)
     gradients = []
     for compiled in (False, True):
-        model = case.build(**fields | fixed).train()
+        model = case.build(**fields | fixed).train().to(dtype)
         model.set_experts_implementation("grouped_mm")
         step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         torch.manual_seed(1)
@@ -455,8 +457,8 @@ def test_training_step_is_captured_as_one_graph(case, fields):
         step(**inputs).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, expected in gradients[0].items():
-        limit = 1e-6 * max(1.0, expected.abs().max().item())
-        torch.testing.assert_close(gradients[1][name], expected, atol=limit, rtol=1e-4, msg=name)
+        limit = error * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(gradients[1][name], expected, atol=limit, rtol=100 * error, msg=name)
 
 
 @pytest.mark.slow
