@@ -1,7 +1,7 @@
 """Measures the gated layers against transformers' own, in one process, in turns.
 
-    python examples/benchmarks/run.py                         # all, about 15 minutes on one thread
-    python examples/benchmarks/run.py moa --threads 2 --output_dir out
+    python examples/benchmarks/run.py   # all: more than an hour on one thread
+    python examples/benchmarks/run.py moa --threads 2 --turns 7 --output_dir out
     GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296 \
         python examples/benchmarks/run.py moa                 # with a malloc that keeps its memory
 
