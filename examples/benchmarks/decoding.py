@@ -31,7 +31,7 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
         yield Table(
             group="decoding",
             title=f"MAE, a decoding step behind {MAE_PAST} tokens, d={hidden_size}",
-            results=compare_steps(candidates, turns),
+            results=compare_steps(candidates, turns=turns),
         )
     fields = {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False}
     models = plain(*CCT_SIZE).to(dtype), gated(*CCT_SIZE, "mha", **fields).to(dtype)
@@ -50,14 +50,17 @@ def cct_tables(
         return partial(run_gated, run, model, execution, share)
 
     about = f"{share:.0%} of the gates open, batch {batch}, d={CCT_SIZE[0]}"
-    for what, make in (("a decoding step behind", decoding_step), ("a prompt of", prompt)):
+    for what, make, measure_times in (
+        ("a decoding step behind", decoding_step, compare_steps),
+        ("a prompt of", prompt, compare),
+    ):
         candidates = {"GPT-2": make(reference, batch=batch, past=CCT_PAST)}
         for execution in ("dense", "auto"):
             candidates[f"CCT, {execution}"] = with_gates(make, execution)
         yield Table(
             group="decoding",
             title=f"CCT, {what} {CCT_PAST} tokens, {about}",
-            results=compare_steps(candidates, turns),
+            results=measure_times(candidates, turns=turns),
         )
     sizes = {"GPT-2": cache_size(prompt(reference, batch=batch, past=CCT_PAST)())}
     for execution in ("dense", "auto"):
@@ -71,9 +74,9 @@ def cct_tables(
     )
 
 
-def compare_steps(candidates: dict[str, Callable], turns: int) -> list[Measurement]:
+def compare_steps(candidates: dict[str, Callable], *, turns: int) -> list[Measurement]:
     """One call in each turn: the cache grows by it, for all candidates alike."""
-    return compare(candidates, turns=4 * turns, least_seconds=0, title="decoding")
+    return compare(candidates, turns=4 * turns, least_seconds=0)
 
 
 def plain(hidden_size: int, heads: int) -> nn.Module:

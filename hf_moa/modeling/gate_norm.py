@@ -59,17 +59,14 @@ class GateBatchNorm(nn.BatchNorm1d):
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
         rows = x.flatten(0, -2)
         weight = None if valid is None else valid.flatten().unsqueeze(-1).to(x.dtype)
-        if is_transformed():
-            standard, _, count, batch_mean, batch_var = _standardize(rows, weight, mean, var, self.eps)
-        elif self.is_global and has_several_processes():
+        if self.is_global and has_several_processes():
             count, batch_mean, batch_var = self._global_moments(rows, weight)
             mean = torch.where(count > 1, batch_mean, mean)
             var = torch.where(count > 1, batch_var, var)
             standard = (rows - mean) * torch.rsqrt(var + self.eps)
         else:
-            standard, _, count, batch_mean, batch_var = _Standardize.apply(
-                rows, weight, mean, var, self.eps
-            )
+            compute = _standardize if is_transformed() else _Standardize.apply
+            standard, _, count, batch_mean, batch_var = compute(rows, weight, mean, var, self.eps)
         if not _is_recomputing():
             self._update_running_statistics(batch_mean, batch_var, count, count > 1)
         return standard.view(x.shape)

@@ -37,16 +37,15 @@ class OpenKeysLayer(GatedDynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values `[1, n, kv_heads, dh]`, of `rows` of the next tokens; return all,
         `[B, kv_heads, 1 + K, dh]`."""
-        new = OpenKeys.of(rows, key_states, value_states)
         if self.is_initialized:
             self._open_up(torch.promote_types(self.keys.dtype, key_states.dtype))
-        if not self.is_initialized:
+            if len(rows):
+                self._add(key_states, value_states, rows)
+        else:
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys, self.values, self.positions = new.key, new.value, new.position
+            self.keys, self.values, self.positions, _ = OpenKeys.of(rows, key_states, value_states)
             self.is_initialized = True
-        elif len(rows):
-            self._add(key_states, value_states, rows)
-        self.length += new.length
+        self.length += rows.chosen.shape[1]
         return self.keys, self.values
 
     def _open_up(self, dtype: torch.dtype) -> None:
@@ -121,7 +120,7 @@ class OpenKeysLayer(GatedDynamicLayer):
 
 
 def open_keys_layer(
-    past_key_values: Cache, layer_idx: int, *, cross: bool, start: bool = True
+    past_key_values: Cache, layer_idx: int, *, cross: bool, start: bool
 ) -> OpenKeysLayer | None:
     """A layer of the decoder's cache that holds open keys alone; None for one that does not.
 

@@ -48,9 +48,9 @@ class OpenKeys(NamedTuple):
         skipped = self.position.new_ones(self.position.shape[0], 1 + self.length, dtype=torch.bool)
         return skipped.scatter_(1, self.position + 1, False)[:, 1:]
 
-    def at(self, x: Tensor) -> Tensor:
-        """`x` `[B, S]` at the keys' positions, `[B, 1 + K]`; anything where there is none."""
-        return x.gather(1, self.position.clamp(min=0))
+    def among(self, visible: Tensor) -> Tensor:
+        """`[B, 1 + K]` bool, slots that hold a key of the tokens `visible` `[B, S]`."""
+        return visible.gather(1, self.position.clamp(min=0)) & self.is_key
 
 
 def visible_keys(
@@ -191,7 +191,7 @@ def _bias(keys: OpenKeys, visible: Tensor, dtype: torch.dtype) -> Tensor:
     """The same for every query and head: `[B, 1, 1, 1 + K]`."""
     number = (visible & keys.skipped).sum(dim=1)
     number = torch.where(visible.any(dim=1), number, 1)
-    taken = (keys.at(visible) & keys.is_key).to(dtype)
+    taken = keys.among(visible).to(dtype)
     taken[:, 0] = number
     return taken.log()[:, None, None]
 
@@ -200,7 +200,7 @@ def _causal_bias(query_rows: TokenRows, keys: OpenKeys, visible: Tensor, dtype: 
     """`[B, 1, Q, 1 + K]`, of queries that see no later key."""
     # positions from 1 on: 0 is padding
     position = query_rows.pad((query_rows.positions + 1).unsqueeze(0)).unsqueeze(2)
-    taken = (keys.at(visible) & keys.is_key).unsqueeze(1) & (keys.position.unsqueeze(1) < position)
+    taken = keys.among(visible).unsqueeze(1) & (keys.position.unsqueeze(1) < position)
     skipped = (visible & keys.skipped).cumsum(dim=1)
     number = query_rows.pad(query_rows.gather(skipped))
     number = torch.where(taken.any(dim=2) | (number > 0), number, 1)
@@ -222,7 +222,7 @@ def _bias_of_scores(scores: Tensor, query_rows: TokenRows, keys: OpenKeys, visib
     else:
         batch = torch.arange(batch_size, device=scores.device)[:, None, None]
         bias = scores[batch, :, at_query, at_key].permute(0, 3, 1, 2)
-    taken = (keys.at(visible) & keys.is_key)[:, None, None]
+    taken = keys.among(visible)[:, None, None]
     bias = bias.masked_fill_(~taken, -infinity)  # indexing has made it
     bias[..., 0] = total
     sees_nothing = bias.amax(dim=-1) == -infinity
