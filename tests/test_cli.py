@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 import hf_moa
-from hf_moa.cli import _meaning, main
+from hf_moa.cli import main
+from hf_moa.cli.upcycle import _meaning
 from hf_moa.modeling.configuration_gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
 

@@ -1,0 +1,51 @@
+"""The console command `hf-moa`.
+
+hf-moa quickstart
+hf-moa upcycle google-bert/bert-base-uncased ./mae-bert --attention-type mae
+hf-moa env --json
+
+Mistakes of the user end in one line on standard error and exit code 2, a quickstart whose
+checkpoint does not reload in 1, an interruption in 130; anything unexpected keeps its traceback.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import env, quickstart, upcycle
+
+# Slow imports (torch, Trainer) stand inside the functions that need them.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: arguments after the program's name; default: those of the process.
+
+    Returns:
+        The exit code. (`--help` and unknown options leave through `SystemExit`, as argparse does.)
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("\nhf-moa: interrupted; the output folder is as it was before", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        # Messages of the libraries below may span lines.
+        print(f"hf-moa {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-moa",
+        description="BERT, GPT-2 and T5 whose attention is a mixture of heads and whose layers skip "
+        "computation.",
+        epilog="example: hf-moa quickstart",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (quickstart, upcycle, env):
+        command.add(commands)
+    return parser
