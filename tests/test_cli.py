@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertForSequenceCl
 
 import hf_moa
 from hf_moa.cli import main
-from hf_moa.cli.upcycle import _meaning
+from hf_moa.field_meanings import field_meaning
 from hf_moa.modeling.configuration_gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
 
@@ -33,6 +33,23 @@ def bert_dir(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def gated_dir(bert_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gated")
+    hf_moa.upcycle(bert_dir, "mae", cct_budgets=[1, 0.5]).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(bert_dir).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Three labelled texts."""
+    path = tmp_path_factory.mktemp("texts") / "dev.tsv"
+    rows = ["sentence\tlabel", "Return the name\t0", "of the widget\t1", "the the\t2"]
+    path.write_text("\n".join(rows), encoding="utf-8")
+    return path
+
+
 def error_of(capsys, *argv):
     """The one line that a mistaken command leaves on standard error."""
     assert main([str(arg) for arg in argv]) == 2
@@ -43,7 +60,7 @@ def error_of(capsys, *argv):
     return lines[0]
 
 
-@pytest.mark.parametrize("command", ["quickstart", "upcycle", "env"])
+@pytest.mark.parametrize("command", ["quickstart", "upcycle", "analyze", "benchmark", "env"])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main([command, "--help"])
@@ -59,7 +76,7 @@ def test_help_of_upcycle_says_what_every_field_is(capsys):
     assert "Heads that each MAE expert leaves out" in text
     assert "--cct-budgets BUDGET [BUDGET ...]" in text
     for field in dataclasses.fields(GatingConfig):
-        assert _meaning(GatingConfig, field.name) or field.name.startswith("output_"), field.name
+        assert field_meaning(GatingConfig, field.name) or field.name.startswith("output_"), field.name
 
 
 @pytest.mark.parametrize("argv", [[], ["nonsense"], ["env", "--nonsense"], ["upcycle", "only-src"]])
@@ -207,3 +224,89 @@ def test_quickstart_refuses_a_full_folder(tmp_path, capsys):
     message = error_of(capsys, "quickstart", "--output-dir", tmp_path)
     assert "not empty" in message
     assert "--overwrite" in message
+
+
+def test_analyze_writes_a_report_and_prints_its_tables(gated_dir, texts, tmp_path, capsys):
+    report = tmp_path / "gates.html"
+    command = ["analyze", gated_dir, "--data", texts, "--text-column", "sentence", "--output", report]
+    command += ["--least-count", "1", "--draws", "2", "--budgets", "0.5", "--json"]
+    assert main([str(word) for word in command]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["facts"]["sequences"] == 3
+    assert found["facts"]["model"] == "MoaBertForSequenceClassification"
+    tables = found["tables"]
+    assert [row["experts"] for row in tables["expert_selection"]] == ["mixture", "argmax", "random"]
+    assert [row["budget"] for row in tables["budget_metrics"]] == [0.5]
+    assert 0 <= tables["budget_metrics"][0]["accuracy"] <= 1
+    assert {"mae_entropy", "mae_experts", "cct_activity", "cct_compute"} <= tables.keys()
+    text = report.read_text(encoding="utf-8")
+    assert all(f'id="{name}"' in text for name in tables)
+    assert "dev.tsv" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--output", "report.pdf"], "must end in .html or .md (got report.pdf)"),
+        (["--output", "there.html"], "there already; give another --output, or --overwrite"),
+        (["--limit", "0"], "--limit must be at least 1 (got 0)"),
+        (["--data", "missing.txt"], "no such file"),
+        (["--budgets", "0.7"], "budget must be one of the model's budgets [1.0, 0.5] (got 0.7)"),
+        (["--label-column", "stars"], "must have a column 'stars' (got sentence, label)"),
+    ],
+)
+def test_analyze_with_a_bad_option(gated_dir, texts, tmp_path, capsys, monkeypatch, options, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.html").write_text("mine")
+    monkeypatch.setattr("tqdm.std.tqdm.display", lambda *args, **kwargs: None)
+    columns = ["--text-column", "sentence"]
+    message = error_of(capsys, "analyze", gated_dir, "--data", texts, *columns, *options)
+    assert expected in message
+    assert (tmp_path / "there.html").read_text() == "mine"
+    assert not (tmp_path / "gates.html").exists()
+
+
+@pytest.mark.parametrize("command", [["analyze", "--data", "x.txt"], ["benchmark"]])
+def test_plain_checkpoints_have_no_gates(bert_dir, capsys, command):
+    message = error_of(capsys, command[0], bert_dir, *command[1:])
+    assert (
+        "must be a checkpoint of hf_moa (got model_type 'bert'); `hf-moa upcycle` makes one" in message
+    )
+
+
+@pytest.mark.parametrize("data", [True, False])
+def test_benchmark_times_each_budget_beside_the_plain_model(gated_dir, texts, capsys, data):
+    options = ["--turns", "2", "--length", "8", "--json"]
+    options += ["--data", str(texts), "--text-column", "sentence"] if data else ["--batch-size", "2"]
+    assert main(["benchmark", str(gated_dir), *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = found["rows"]
+    assert [(row["model"], row["budget"], row["execution"]) for row in rows] == [
+        ("BertForSequenceClassification", None, None),
+        ("MoaBertForSequenceClassification", 1, "dense"),
+        ("MoaBertForSequenceClassification", 1, "auto"),
+        ("MoaBertForSequenceClassification", 0.5, "auto"),
+    ]
+    assert rows[0]["ratio"] == 1
+    assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
+    assert all(0 < row["compute_fraction"] <= 1 for row in rows[1:])
+    assert found["environment"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--turns", "1"], "turns must be at least 2 (got 1)"),
+        (["--threads", "0"], "--threads must be at least 1 (got 0)"),
+        (["--budgets", "0.3"], "budget must be one of the model's budgets"),
+    ],
+)
+def test_benchmark_with_a_bad_option(gated_dir, capsys, options, expected):
+    assert expected in error_of(capsys, "benchmark", gated_dir, *options)
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    command = f"{sys.executable} -m hf_moa env | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("python: ")
+    assert done.stderr == ""

@@ -6,13 +6,12 @@ from functools import partial
 import torch
 from layers import forward
 from tables import Table
-from timing import compare
 from torch import nn
 from transformers import BertConfig, BertModel
 
 from hf_moa import MoaBertConfig, MoaBertModel
 from hf_moa.modeling.cct import ControlNetwork
-from hf_moa.modeling.cct_feed_forward import FeedForwardGate
+from hf_moa.timing import compare
 
 SIZES = ((384, 12), (768, 12))  # d, h
 BATCHES = (8, 32)
@@ -49,10 +48,7 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
 
 def run_gated(run: Callable[[], object], model: nn.Module, execution: str, share: float) -> object:
     """A call of the model with an execution and a share of open gates."""
-    model.config.cct_execution = execution
-    for module in model.modules():
-        if isinstance(module, FeedForwardGate):
-            module.execution = execution
+    model.set_cct_execution(execution)
     decide = ControlNetwork.forward
 
     def open_some(self: ControlNetwork, hidden_states: torch.Tensor) -> torch.Tensor:

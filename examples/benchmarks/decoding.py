@@ -6,12 +6,12 @@ from functools import partial
 import torch
 from cct import run_gated
 from layers import forward
-from tables import Measurement, Table
-from timing import compare
+from tables import Table
 from torch import nn
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from hf_moa import MoaGPT2Config, MoaGPT2LMHeadModel
+from hf_moa.timing import Measurement, compare
 
 MAE_SIZES = ((384, 12), (512, 8), (768, 12))  # d, h
 CCT_SIZE = (512, 8)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import torch
 from layers import step
 from tables import Table
-from timing import compare
 from transformers import BertConfig, GPT2Config
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -14,6 +13,7 @@ from hf_moa import MoaBertConfig, MoaGPT2Config
 from hf_moa.modeling.mae import MixtureOfHeads
 from hf_moa.modeling.moa_bert_layers import MoaBertLayer
 from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Block
+from hf_moa.timing import compare
 
 SIZES = ((384, 12), (512, 8), (768, 12))  # d, h
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from tables import Measurement, Table
+from tables import Table
 from torch import nn
 from torch.profiler import profile
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, T5Config, T5Model
@@ -16,6 +16,7 @@ from hf_moa import (
     MoaT5Config,
     MoaT5Model,
 )
+from hf_moa.timing import Measurement
 
 BATCH, LENGTH = 8, 512
 SIZES = {  # d=512, 8 heads, 3 layers

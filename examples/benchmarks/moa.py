@@ -7,7 +7,6 @@ import torch
 from layers import step
 from sorted_moa import SortedMoaAttention
 from tables import Table
-from timing import compare
 from transformers import BertConfig, JetMoeConfig
 from transformers.models.bert.modeling_bert import BertAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Config
@@ -16,6 +15,7 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoeAttention
 from hf_moa import MoaBertConfig, MoaGPT2Config
 from hf_moa.modeling.moa_bert_layers import MoaBertAttention
 from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Attention
+from hf_moa.timing import compare
 
 HIDDEN_SIZE, HEADS, HEAD_DIM = 512, 8, 64
 EXPERTS = (8, 16, 32, 64)

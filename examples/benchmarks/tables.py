@@ -6,23 +6,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from hf_moa.environment import environment
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What was measured of one candidate.
-
-    Attributes:
-        name: of the candidate.
-        value: of times, the median.
-        ratio: to the first candidate; of times, the median of the ratios turn by turn.
-        spread: of times, half the distance between their quartiles in per cent of the median.
-    """
-
-    name: str
-    value: float
-    ratio: float
-    spread: float | None = None
+from hf_moa.timing import Measurement
 
 
 @dataclass(frozen=True)

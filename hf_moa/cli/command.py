@@ -33,18 +33,28 @@ def given(args: argparse.Namespace, kind: type) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
 
+def budget(text: str) -> float | tuple[float, ...]:
+    """`0.5`, or for T5 a pair of encoder and decoder, `1,0.5`."""
+    numbers = tuple(float(number) for number in text.split(","))
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
 @contextmanager
 def without_bars() -> Iterator[None]:
     """Loading and saving take seconds, and an error is to be the only line."""
+    import datasets.utils as datasets
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown = logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
     logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if shown:
+        if shown[0]:
             logging.enable_progress_bar()
+        if shown[1]:
+            datasets.enable_progress_bars()
 
 
 def tokenizer_of(source: str) -> Any:
@@ -61,3 +71,38 @@ def tokenizer_of(source: str) -> Any:
         if found:
             return AutoTokenizer.from_pretrained(source)
     return None
+
+
+def load_checkpoint(source: str) -> Any:
+    """A gated model, or an adapter on one, in eval mode; of the class that the checkpoint names.
+
+    Args:
+        source: folder or Hub id.
+
+    Raises:
+        ValueError: a checkpoint of another package's class.
+        OSError: there is none.
+    """
+    from transformers import AutoConfig
+    from transformers.utils import cached_file
+
+    import hf_moa
+    from hf_moa.modeling.configuration_gating import GatingConfig
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
+    if cached_file(source, "adapter_config.json", **quiet) is not None:
+        from peft import PeftConfig, PeftModel
+
+        base = load_checkpoint(PeftConfig.from_pretrained(source).base_model_name_or_path)
+        return PeftModel.from_pretrained(base, source).eval()
+    config = AutoConfig.from_pretrained(source)
+    if not isinstance(config, GatingConfig):
+        raise ValueError(
+            f"{source} must be a checkpoint of hf_moa (got model_type {config.model_type!r}); `hf-moa "
+            "upcycle` makes one of a BERT, GPT-2 or T5"
+        )
+    name = next(iter(config.architectures or []), None)
+    model_class = getattr(hf_moa, name or "", None)
+    if model_class is None:
+        raise ValueError(f"{source} must name a class of hf_moa in `architectures` (got {name!r})")
+    return model_class.from_pretrained(source).eval()

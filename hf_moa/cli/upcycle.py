@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import re
 import types
 import typing
 from collections.abc import Callable
@@ -36,6 +35,7 @@ def add(commands: Any) -> None:
     fields = parser.add_argument_group(
         "gating", "Fields of the configuration; those not given keep their defaults."
     )
+    from ..field_meanings import field_meaning
     from ..modeling import configuration_gating as gating
 
     choices = {
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
         if field.name == "cct_sublayer_norm" or field.name.startswith("output_"):
             continue
         options = _field_options(field, hints[field.name])
-        meaning = _meaning(gating.GatingConfig, field.name)
+        meaning = field_meaning(gating.GatingConfig, field.name)
         options["help"] = f"{meaning} (default: {field.default})".replace("%", "%%")
         if field.name in choices:
             options["choices"] = choices[field.name]
@@ -74,19 +74,6 @@ def _field_options(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         kind = next(kind for kind in kinds if kind is not types.NoneType)
         return options | {"type": _or_none(kind), "metavar": f"{kind.__name__.upper()}|none"}
     return options | {"type": hint}
-
-
-def _meaning(config_class: type, name: str) -> str:
-    """The first sentence on a field in its class's docstring, so that it is written once."""
-    entry = re.search(
-        rf"^ +{name} \(.*?\):\s(.*?)(?=\n +\w+(?:, \w+)* \(`|\n\n|\Z)",
-        config_class.__doc__ or "",  # python -OO keeps none
-        flags=re.MULTILINE | re.DOTALL,
-    )
-    if entry is None:
-        return ""
-    text = " ".join(entry[1].replace("`", "").split())
-    return re.split(r"(?<=[^.]{2}[.:]) (?=[A-Z])", text)[0].rstrip(".:")
 
 
 def _budget(text: str) -> float | list[float]:

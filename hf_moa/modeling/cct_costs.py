@@ -37,15 +37,23 @@ class AttentionCost:
             pair=2 * num_heads * head_dim,
         )
 
+    def per_query(self, query: Tensor, keys: Tensor) -> Tensor:
+        """Cost of each query, used and full: `[B, T, 2]`.
+
+        Args:
+            query: `[B, T, 2]`, gates of the queries (see `used_and_full`).
+            keys: `[B, T, 2]` or `[B, 1, 2]`, how many keys a query attends to: a sum of their gates.
+        """
+        return query * (self.query + self.pair * keys)
+
     def per_sequence(self, *, query: Tensor, kv: Tensor | None, keys: Tensor) -> Tensor:
         """Cost of each sequence, used and full: `[B, 2]`.
 
         Args:
-            query: `[B, T, 2]`, gates of the queries (see `used_and_full`).
+            query, keys: as of `per_query`.
             kv: `[B, S, 2]`, gates of the keys projected in this call; None where there are none.
-            keys: `[B, T, 2]` or `[B, 1, 2]`, how many keys a query attends to: a sum of their gates.
         """
-        cost = (query * (self.query + self.pair * keys)).sum(dim=1)
+        cost = self.per_query(query, keys).sum(dim=1)
         return cost if kv is None else cost + self.kv * kv.sum(dim=1)
 
 

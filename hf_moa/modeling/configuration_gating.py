@@ -294,6 +294,14 @@ class GatingConfig:
         return None
 
     @property
+    def listed_budgets(self) -> list[Any]:
+        """`cct_budgets`, each once, largest first, pairs as tuples; none without CCT."""
+        listed = [tuple(b) if isinstance(b, (list, tuple)) else b for b in self.cct_budgets or []]
+        return sorted(
+            set(listed), key=lambda b: (sum(b), b) if isinstance(b, tuple) else b, reverse=True
+        )
+
+    @property
     def has_cct(self) -> bool:
         return self.cct_budgets is not None
 

@@ -13,6 +13,8 @@ from transformers.utils.import_utils import is_tracing
 
 from .budgets import Budget, BudgetControl
 from .cct import OPEN_GATE_LOGIT, ControlNetwork
+from .cct_feed_forward import FeedForwardGate
+from .configuration_gating import CCT_EXECUTIONS
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import DenseFeedForward
 from .flops import Flops, count_flops
@@ -98,6 +100,24 @@ class GatedModel:
         """
         for control in self._budget_controls("set_budget"):
             control.choose(budget)
+
+    def set_cct_execution(self, execution: str) -> None:
+        """Choose how eval carries out CCT's gates from now on: `"sparse"` computes the tokens with open
+        gates alone, `"dense"` computes all and masks, `"auto"` takes the faster one. They compute the
+        same function. `config.cct_execution` follows.
+
+        Raises:
+            ValueError: the model has no CCT, or the execution is unknown.
+        """
+        if execution not in CCT_EXECUTIONS:
+            known = ", ".join(map(repr, CCT_EXECUTIONS))
+            raise ValueError(f"execution must be one of {known} (got {execution!r}).")
+        self._budget_controls("set_cct_execution")
+        for module in self.modules():
+            if isinstance(module, GatedModel):
+                module.config.cct_execution = execution
+            elif isinstance(module, FeedForwardGate):
+                module.execution = execution
 
     def set_cct_noise_scale(self, scale: float) -> None:
         """Set alpha, the scale of the noise on CCT's gates in training (Bapna et al. 2020).

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 def test_compare_reports_ratios_to_the_first(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    import timing
+    from hf_moa import timing
 
     clock = iter(range(10_000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))

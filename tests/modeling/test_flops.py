@@ -112,10 +112,7 @@ def test_sparse_execution_leaves_out_what_the_gates_close(name, sublayer_norm):
     model = build(CASE[name], cct_budgets=[1, 0.5], cct_sublayer_norm=sublayer_norm)
     torch.manual_seed(3)
     dense, _ = run_one_sequence(model, CASE[name])
-    model.config.cct_execution = "sparse"
-    for module in model.modules():
-        if hasattr(module, "execution"):
-            module.execution = "sparse"
+    model.set_cct_execution("sparse")
     torch.manual_seed(3)
     sparse, output = run_one_sequence(model, CASE[name], output_cct_gates=True)
     attentions = [m for m in model.modules() if isinstance(m, GatedAttention)]

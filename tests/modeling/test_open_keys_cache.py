@@ -220,7 +220,7 @@ def test_is_spread_for_attention_that_needs_all_keys(change):
     if change == "eager":
         model.set_attn_implementation("eager")
     elif change == "dense":
-        model.config.cct_execution = "dense"
+        model.set_cct_execution("dense")
     else:  # a layer that cannot skip
         model.transformer.h[0].attn.cct.control.train()
         model.transformer.h[0].attn.cct.control.noise_scale.zero_()

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from families import LANGUAGE_MODELS
+from families import CASE, LANGUAGE_MODELS
 from peft import LoraConfig, get_peft_model
 
 from hf_moa.modeling import token_rows
+from hf_moa.modeling.attention import GatedAttention
 from hf_moa.modeling.cct import ControlNetwork
+from hf_moa.modeling.cct_feed_forward import FeedForwardGate
 from hf_moa.modeling.linear_slices import input_slice, is_plain, linear_slice
 from hf_moa.modeling.skipped_keys import visible_keys
 from hf_moa.modeling.token_rows import TokenRows
@@ -239,3 +241,24 @@ def test_adapters_on_projections(case, lora_bias):
         logits.append(model(**inputs).logits)
     real = ... if case.family.name == "t5" else inputs["attention_mask"].bool()
     torch.testing.assert_close(logits[1][real], logits[0][real], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_execution_is_chosen_at_run_time_in_every_stack(name):
+    model = CASE[name].build(cct_budgets=[1, 0.5])
+    for execution in ("sparse", "dense", "auto"):
+        model.set_cct_execution(execution)
+        layers = [m for m in model.modules() if isinstance(m, GatedAttention)]
+        gates = [m for m in model.modules() if isinstance(m, FeedForwardGate)]
+        assert len(layers) >= len(gates) > 0
+        assert {layer.config.cct_execution for layer in layers} == {execution}
+        assert {gate.execution for gate in gates} == {execution}
+        assert model.config.cct_execution == execution
+
+
+def test_execution_that_is_none_is_refused():
+    model = CASE["BertForMaskedLM"].build(cct_budgets=[1, 0.5])
+    with pytest.raises(ValueError, match=r"'auto', 'sparse', 'dense' \(got 'fast'\)"):
+        model.set_cct_execution("fast")
+    with pytest.raises(ValueError, match="set_cct_execution needs a model with CCT"):
+        CASE["BertForMaskedLM"].build().set_cct_execution("dense")

@@ -7,10 +7,27 @@ to the first candidate are kept, and their median is reported.
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from tables import Measurement
 from tqdm.auto import tqdm
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured of one candidate.
+
+    Attributes:
+        name: of the candidate.
+        value: of times, the median.
+        ratio: to the first candidate; of times, the median of the ratios turn by turn.
+        spread: of times, half the distance between their quartiles in per cent of the median.
+    """
+
+    name: str
+    value: float
+    ratio: float
+    spread: float | None = None
 
 
 def compare(

@@ -1,0 +1,112 @@
+"""How fast a gated model is at each of its budgets, beside the plain model of its size.
+
+for row in benchmark(model, batch):
+    print(row)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .modeling.configuration_gating import GatingConfig
+from .timing import compare
+
+
+@torch.inference_mode()
+def benchmark(
+    model: PreTrainedModel,
+    batch: Mapping[str, Tensor],
+    *,
+    budgets: Sequence[Any] | None = None,
+    turns: int = 11,
+) -> list[dict[str, Any]]:
+    """Time a forward of a model in eval, in turns with the plain model.
+
+    Args:
+        model: one of hf_moa's, on the device to measure; in whatever mode, which it is in again
+            afterwards.
+        batch: arguments of the model. How much CCT computes depends on the text.
+        budgets: of CCT; default: each that the model knows, largest first.
+        turns: how often each is timed.
+
+    Returns:
+        One dict each for the plain model of transformers with the same sizes (of random weights, which
+        take the same time); for the gated model, with CCT at each budget, and at the largest in the
+        "dense" form, which computes everything and masks:
+
+        - `model`, `budget` (None without CCT), `execution`;
+        - `compute_fraction`: with CCT, the mean over the sequences;
+        - `milliseconds`: the median; `spread`: half the distance of the quartiles in per cent of it;
+        - `ratio`: the median of the ratios to the plain model, turn by turn.
+
+    Raises:
+        ValueError: budgets that the model does not know, or without CCT; `turns` below 2.
+    """
+    if turns < 2:
+        raise ValueError(f"turns must be at least 2 (got {turns}).")
+    config = model.config
+    if budgets is not None and not config.has_cct:
+        raise ValueError(f"budgets need a model with CCT (got {list(budgets)}); leave them out.")
+    chosen = config.listed_budgets if budgets is None else list(budgets)
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    plain = plain_model(config, type(model).__name__).to(model.device, model.dtype).eval()
+    rows = [{"model": type(plain).__name__, "budget": None, "execution": None, "compute_fraction": None}]
+    runs: list[Callable[[], object]] = [partial(plain, **batch)]
+    before = config.cct_execution
+
+    def run(execution: str, arguments: dict[str, Any]) -> Any:
+        if config.has_cct:
+            model.set_cct_execution(execution)
+        return model(**arguments)
+
+    for budget in chosen or [None]:
+        arguments = dict(batch) if budget is None else {**batch, "budget": budget}
+        # the largest budget in both forms: what the gates cost, and what skipping brings back
+        for execution in dict.fromkeys(
+            ("dense", before) if chosen and budget == chosen[0] else (before,)
+        ):
+            runs.append(partial(run, execution, arguments))
+            fraction = getattr(runs[-1](), "compute_fraction", None)
+            rows.append(
+                {
+                    "model": type(model).__name__,
+                    "budget": budget,
+                    "execution": execution if config.has_cct else None,
+                    "compute_fraction": None if fraction is None else fraction.mean().item(),
+                }
+            )
+    try:
+        times = compare({str(i): run for i, run in enumerate(runs)}, turns=turns, title="benchmark")
+    finally:
+        if config.has_cct:
+            model.set_cct_execution(before)
+        for module, training in was_training.items():
+            module.training = training
+    return [
+        row | {"milliseconds": time.value, "spread": time.spread, "ratio": time.ratio}
+        for row, time in zip(rows, times, strict=True)
+    ]
+
+
+def plain_model(config: GatingConfig, class_name: str) -> PreTrainedModel:
+    """transformers' own model of the same sizes, with random weights.
+
+    Args:
+        config: of the gated model.
+        class_name: of the gated model, `MoaBertForMaskedLM`.
+    """
+    plain_class = getattr(transformers, class_name.removeprefix("Moa"))
+    gating = {field.name for field in fields(GatingConfig)} | {"model_type", "architectures", "auto_map"}
+    sizes = {name: value for name, value in config.to_dict().items() if name not in gating}
+    plain_config: PreTrainedConfig = plain_class.config_class(**sizes)
+    plain_config._attn_implementation = config._attn_implementation
+    return plain_class(plain_config)

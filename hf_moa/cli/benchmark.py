@@ -1,0 +1,106 @@
+"""`hf-moa benchmark`: how fast a checkpoint is at each budget, beside the plain model of its size."""
+
+import argparse
+import json
+from typing import Any
+
+from .command import add_command, budget, load_checkpoint, tokenizer_of, without_bars
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "benchmark",
+        run,
+        "time a checkpoint at each of its budgets, in turns with transformers' model of the same size",
+        "hf-moa benchmark ./bert-cct --data dev.tsv --text-column sentence --batch-size 8",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or Hub id")
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="text as `hf-moa analyze` takes it; CCT's compute depends on it (default: random tokens)",
+    )
+    parser.add_argument("--text-column", metavar="NAME", help="default: text")
+    parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s")
+    parser.add_argument(
+        "--length", type=int, default=128, help="most tokens of a row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--budgets", nargs="+", type=budget, metavar="BUDGET", help="of CCT (default: all)"
+    )
+    parser.add_argument("--turns", type=int, default=11, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", help="such as cuda (default: cpu)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("batch_size", "length", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1 (got {value})")
+    import torch
+
+    from ..benchmark import benchmark
+    from ..environment import environment
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    with without_bars():
+        model = load_checkpoint(args.checkpoint)
+    model.to(device=args.device, dtype=getattr(torch, args.dtype))
+    batch = {name: x.to(model.device) for name, x in _batch(args, model).items()}
+    rows = benchmark(model, batch, budgets=args.budgets, turns=args.turns)
+    facts = environment()
+    if args.json:
+        print(json.dumps({"environment": facts, "rows": rows}, indent=1))
+        return 0
+    shape = "x".join(map(str, batch["input_ids"].shape))
+    print(
+        f"{facts['processor']}, {facts['threads']} threads, {args.dtype}, {shape} "
+        f"{'random tokens' if args.data is None else 'tokens of ' + args.data}\n"
+    )
+    print(_table(rows))
+    return 0
+
+
+def _batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    import torch
+
+    if args.data is None:
+        torch.manual_seed(0)
+        positions = getattr(model.config, "max_position_embeddings", None) or args.length
+        shape = (args.batch_size, min(args.length, positions))
+        ids = torch.randint(model.config.vocab_size, shape)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    else:
+        from ..analysis.text_batches import TextBatches, read_text
+
+        tokenizer = tokenizer_of(args.checkpoint)
+        if tokenizer is None:
+            raise ValueError(
+                f"{args.checkpoint} must have its tokenizer beside it to read --data (got none)"
+            )
+        columns = {} if args.text_column is None else {"text": args.text_column}
+        data = read_text(args.data, columns=columns, limit=args.batch_size)
+        sizes = {"batch_size": args.batch_size, "max_length": args.length}
+        (batch,) = TextBatches(data, tokenizer, model, with_labels=False, **sizes)
+    if model.config.is_encoder_decoder and model.can_generate() and "labels" not in batch:
+        batch["decoder_input_ids"] = batch["input_ids"]
+    return batch
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | budget | execution | compute fraction | ms | ± % | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = ["" if value is None else str(value) for value in list(row.values())[:3]]
+        fraction = row["compute_fraction"]
+        cells.append("" if fraction is None else f"{fraction:.3f}")
+        cells += [f"{row['milliseconds']:.2f}", f"{row['spread']:.1f}", f"{row['ratio']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,46 @@
+import pytest
+import torch
+from families import CASE
+
+from hf_moa.benchmark import benchmark, plain_model
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_plain_model_is_that_of_the_same_sizes(name):
+    case = CASE[name]
+    config = case.config(attention_type="mae", cct_budgets=[1, 0.5])
+    plain = plain_model(config, f"Moa{name}")
+    assert type(plain) is case.plain
+    shapes = {key: value.shape for key, value in plain.state_dict().items()}
+    expected = {key: value.shape for key, value in case.build_plain().state_dict().items()}
+    assert shapes == expected
+
+
+def test_the_model_is_afterwards_as_it_was():
+    case = CASE["BertForMaskedLM"]
+    model = case.build(cct_budgets=[1, 0.5], cct_execution="sparse").train()
+    rows = benchmark(model, case.inputs(), turns=2)
+    assert model.training
+    assert model.config.cct_execution == "sparse"
+    assert [row["execution"] for row in rows] == [None, "dense", "sparse", "sparse"]
+    fractions = [
+        model.eval()(**case.inputs(), budget=b).compute_fraction.mean().item() for b in (1, 0.5)
+    ]
+    found = [row["compute_fraction"] for row in rows[1:]]
+    assert found == pytest.approx([fractions[0], fractions[0], fractions[1]])
+
+
+def test_models_without_budgets_are_timed_once():
+    case = CASE["GPT2LMHeadModel"]
+    rows = benchmark(case.build(attention_type="mae"), case.inputs(), turns=2)
+    assert [row["model"] for row in rows] == ["GPT2LMHeadModel", "MoaGPT2LMHeadModel"]
+    assert rows[1]["budget"] is rows[1]["compute_fraction"] is rows[1]["execution"] is None
+
+
+def test_budgets_need_cct():
+    case = CASE["BertForMaskedLM"]
+    with pytest.raises(ValueError, match="budgets need a model with CCT"):
+        benchmark(case.build(), case.inputs(), budgets=[0.5])
+    with pytest.raises(ValueError, match="turns must be at least 2"):
+        benchmark(case.build(), case.inputs(), turns=1)
+    assert not torch.is_inference_mode_enabled()
