@@ -2,6 +2,8 @@
 
 hf-moa quickstart
 hf-moa upcycle google-bert/bert-base-uncased ./mae-bert --attention-type mae
+hf-moa analyze ./mae-bert --data dev.tsv --text-column sentence
+hf-moa benchmark ./mae-bert
 hf-moa env --json
 
 Mistakes of the user end in one line on standard error and exit code 2, a quickstart whose
@@ -9,10 +11,11 @@ checkpoint does not reload in 1, an interruption in 130; anything unexpected kee
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
-from . import env, quickstart, upcycle
+from . import analyze, benchmark, env, quickstart, upcycle
 
 # Slow imports (torch, Trainer) stand inside the functions that need them.
 
@@ -32,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nhf-moa: interrupted; the output folder is as it was before", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever reads, as `head`, has enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the interpreter's last flush
+        return 0
     except (ValueError, OSError) as error:
         # Messages of the libraries below may span lines.
         print(f"hf-moa {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -46,6 +52,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: hf-moa quickstart",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (quickstart, upcycle, env):
+    for command in (quickstart, upcycle, analyze, benchmark, env):
         command.add(commands)
     return parser

@@ -1,0 +1,128 @@
+"""One pass over data, and every measure that the model's mechanisms have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from hf_moa.modeling.budgets import BudgetControl
+
+from .cct import CctMeasure
+from .mae import MaeMeasure
+from .moa import MoaMeasure
+from .observe import gated_model_of, observe
+from .vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the gates of a model did on some data.
+
+    Attributes:
+        tables: by name; which ones depends on the model's mechanisms (see the measures' `tables`).
+        facts: the model and the data in a few words, for a report's head.
+    """
+
+    tables: dict[str, pd.DataFrame]
+    facts: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON; None where a table has no number."""
+        tables = {
+            name: table.astype(object).where(table.notna(), None).to_dict(orient="records")
+            for name, table in self.tables.items()
+        }
+        return {"facts": self.facts, "tables": tables}
+
+
+def analyze(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    tokenizer: Any = None,
+    budgets: Sequence[Any] | None = None,
+    kind_of: Callable[[str], str] | None = None,
+    least_count: int = 10,
+    top_tokens: int = 10,
+    total: int | None = None,
+    progress: bool = True,
+) -> Analysis:
+    """Measure what a model's gates do, in one pass over data of any length.
+
+    Args:
+        model: any of hf_moa's, bare or wrapped; in whatever mode, which it is in again afterwards.
+        batches: arguments of the model: `input_ids`, `attention_mask`, ...; for encoder-decoder models
+            also `labels` or `decoder_input_ids`. Nothing of them is kept but counts.
+        tokenizer: names the tokens; None leaves ids, and special tokens among the others.
+        budgets: CCT's, to measure compute at; default: each that the model knows, largest first. MAE
+            and routers are measured at the first.
+        kind_of: token -> its kind, such as a part of speech; default: word, word piece, number,
+            punctuation.
+        least_count: occurrences of the tokens that tables of single tokens name.
+        top_tokens: how many they name.
+        total: number of batches, for the progress bar, where `batches` has no length.
+        progress: show the bar.
+
+    Raises:
+        ValueError: the model has no gates; a budget that it does not know; no real token in `batches`;
+            a batch that lacks what the model reads.
+    """
+    gated = gated_model_of(model)
+    config = gated.config
+    if budgets is None:
+        budgets = config.listed_budgets
+    elif not config.has_cct:
+        raise ValueError(f"budgets need a model with CCT (got {list(budgets)}); leave them out.")
+    elif not budgets:
+        raise ValueError(f"budgets must name at least one of {config.listed_budgets} (got none).")
+    for control in (module for module in gated.modules() if isinstance(module, BudgetControl)):
+        for budget in budgets:
+            control.share(budget)  # refuses one that it does not know, before the first call
+    vocabulary = Vocabulary(tokenizer, kind_of)
+    sizes = {"least_count": least_count, "top_tokens": top_tokens}
+    first: list[Any] = []
+    if config.attention_type == "mae":
+        first.append(MaeMeasure(gated, vocabulary, **sizes))
+    if config.attention_type == "moa" or config.ffn_type == "moe":
+        first.append(MoaMeasure(gated, vocabulary, **sizes))
+    compute = CctMeasure(gated, vocabulary, **sizes) if config.has_cct else None
+    if not first and compute is None:
+        raise ValueError(
+            "model must have gates to analyse: attention_type 'mae' or 'moa', ffn_type 'moe' or "
+            f"cct_budgets (got attention_type={config.attention_type!r} alone)."
+        )
+    device = next(model.parameters()).device
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    sequences = tokens = 0
+    try:
+        for batch in tqdm(batches, total=total, desc="analyze", disable=not progress):
+            batch = {name: value.to(device) for name, value in batch.items()}
+            for index, budget in enumerate(budgets or [None]):
+                seen = observe(model, batch, budget=budget)
+                if index == 0:
+                    sequences += len(next(iter(seen.tokens.values())).ids)
+                    tokens += sum(int(side.mask.sum()) for side in seen.tokens.values())
+                    for measure in first:
+                        measure.update(seen)
+                if compute is not None:
+                    compute.update(seen)
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+    measures = first if compute is None else [*first, compute]
+    tables = {name: table for measure in measures for name, table in measure.tables().items()}
+    facts = {
+        "model": type(gated).__name__,
+        "attention": config.attention_type,
+        "feed-forward": config.ffn_type,
+        "parameters": gated.num_parameters(),
+        "sequences": sequences,
+        "tokens": tokens,
+    }
+    return Analysis(tables, facts)

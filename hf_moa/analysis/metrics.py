@@ -1,0 +1,123 @@
+"""What the gates are worth: loss and accuracy at each budget, and with one expert per layer."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from hf_moa.modeling.mae import MixtureOfHeads
+
+from .cct import budget_name
+from .observe import gated_model_of
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], *, budget: Any = None
+) -> dict[str, float]:
+    """Mean loss over all labels, and what follows from it.
+
+    Args:
+        model: with a head; in eval mode.
+        batches: arguments of the model, `labels` among them.
+        budget: of CCT; None for the model's default.
+
+    Returns:
+        `loss`; `perplexity` of language models (the exponential of the loss); `accuracy` of classifiers.
+
+    Raises:
+        ValueError: a batch without labels, or no labels at all.
+    """
+    device = next(model.parameters()).device
+    total, count, right, classified = 0.0, 0, 0, 0
+    predicts_tokens = False
+    for batch in batches:
+        batch = {name: value.to(device) for name, value in batch.items()}
+        if batch.get("labels") is None:
+            raise ValueError(f"every batch must hold labels (got {', '.join(batch)}).")
+        labels = batch["labels"]
+        outputs = model(**batch, **({} if budget is None else {"budget": budget}), return_dict=True)
+        if labels.ndim == 2 and outputs.logits.ndim == 3:
+            predicts_tokens = predicts_tokens or _is_language_model(model)
+            # causal models predict no first token
+            weight = int((labels[:, 1:] if _is_causal(model) else labels).ne(-100).sum())
+        else:
+            weight = len(labels)
+            if outputs.logits.ndim == 2 and not labels.is_floating_point():
+                right += int((outputs.logits.argmax(dim=-1) == labels).sum())
+                classified += len(labels)
+        if weight:
+            total += outputs.loss.item() * weight
+            count += weight
+    if not count:
+        raise ValueError("batches must hold at least one label (got none).")
+    found = {"loss": total / count}
+    if predicts_tokens:
+        found["perplexity"] = math.exp(min(found["loss"], 700))
+    if classified:
+        found["accuracy"] = right / classified
+    return found
+
+
+def budget_metrics(
+    budgets: Sequence[Any], evaluate: Callable[[Any], Mapping[str, float]]
+) -> pd.DataFrame:
+    """Metrics at each budget, one row each.
+
+    Args:
+        evaluate: budget -> metrics.
+    """
+    return pd.DataFrame([{"budget": budget_name(budget), **evaluate(budget)} for budget in budgets])
+
+
+def expert_selection(
+    model: nn.Module, evaluate: Callable[[], Mapping[str, float]], *, draws: int = 3
+) -> pd.DataFrame:
+    """Metrics with all experts and with one per layer (Peng et al. 2020, table 5).
+
+    Args:
+        model: with MAE attention; its selection is afterwards as it was.
+        evaluate: measures the model as it is; a `Trainer`'s `evaluate`, for example.
+        draws: how often experts are drawn at random.
+
+    Returns:
+        Rows "mixture", "argmax" (in each layer the expert with the largest gate) and "random", whose
+        metrics are means over the draws; and their standard deviations, `<metric> std`.
+
+    Raises:
+        ValueError: the model has no MAE attention, or `draws` is less than 1.
+    """
+    if draws < 1:
+        raise ValueError(f"draws must be at least 1 (got {draws}).")
+    gated = gated_model_of(model)
+    before = next((m.selection for m in gated.modules() if isinstance(m, MixtureOfHeads)), None)
+    rows = []
+    try:
+        for selection in (None, "argmax", "random"):
+            gated.set_expert_selection(selection)
+            runs = [evaluate() for _ in range(draws if selection == "random" else 1)]
+            row: dict[str, Any] = {"experts": selection or "mixture"}
+            for name in runs[0]:
+                values = [run[name] for run in runs]
+                row[name] = statistics.fmean(values)
+                if draws > 1:
+                    row[f"{name} std"] = statistics.stdev(values) if len(values) > 1 else None
+            rows.append(row)
+    finally:
+        gated.set_expert_selection(before)
+    return pd.DataFrame(rows)
+
+
+def _is_language_model(model: nn.Module) -> bool:
+    return gated_model_of(model).get_output_embeddings() is not None
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether the model's loss compares each position with the next label."""
+    return "LMHeadModel" in type(gated_model_of(model)).__name__

@@ -1,0 +1,261 @@
+"""Pictures of an analysis' tables. Need matplotlib, the extra `plots`.
+
+Every function takes one table, as `Analysis.tables` has it, and returns a `matplotlib.figure.Figure`.
+All are readable in grey and by the colour-blind: one colour map, even in lightness, with numbers where
+they fit; and lines that differ in dashes and marks as well as in colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOUR_MAP = "cividis"
+# Okabe and Ito's colours, with dashes and marks
+_LINES = (
+    {"color": "#0072B2", "linestyle": "-", "marker": "o"},
+    {"color": "#D55E00", "linestyle": "--", "marker": "s"},
+    {"color": "#009E73", "linestyle": "-.", "marker": "^"},
+    {"color": "#CC79A7", "linestyle": ":", "marker": "D"},
+    {"color": "#E69F00", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
+    {"color": "#56B4E9", "linestyle": (0, (1, 3)), "marker": "P"},
+)
+_MOST_NUMBERS = 24  # columns of a heat map whose cells still have room for a number
+
+
+def plot_entropies(table: pd.DataFrame) -> Figure:
+    """`mae_entropy` or `router_entropy`: bars by layer, and the entropy of uniform choice."""
+    figure, axes = _panels(table["part"].unique(), width=3.2, height=2.6, share_y=True)
+    for (part, rows), axis in zip(table.groupby("part", sort=False), axes, strict=True):
+        axis.bar(rows["layer"].astype(str), rows["entropy"], color="#0072B2", width=0.7)
+        axis.axhline(rows["uniform"].iloc[0], color="black", linestyle="--", linewidth=1)
+        axis.annotate(
+            "uniform",
+            (1, rows["uniform"].iloc[0]),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 2),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+        )
+        axis.set(title=part, xlabel="layer", ylim=(0, 1.15 * table["uniform"].max()))
+    axes[0].set_ylabel("entropy, nats")
+    return figure
+
+
+def plot_shares(table: pd.DataFrame, *, column: str, experts: str = "expert") -> Figure:
+    """`mae_experts` (`column="share"`) or `expert_load` (`"load"`): layers by experts."""
+    parts = table["part"].unique()
+    size = table[experts].nunique()
+    figure, axes = _panels(
+        parts,
+        width=max(3.0, min(0.42 * size, 11) + 0.9),
+        height=0.8 + 0.34 * (table["layer"].max() + 1),
+        most_columns=max(1, int(12 // max(3.0, 0.42 * size))),
+    )
+    highest = table[column].max()
+    for (part, rows), axis in zip(table.groupby("part", sort=False), axes, strict=True):
+        grid = rows.pivot(index="layer", columns="expert", values=column)
+        names = dict(zip(rows["expert"], rows[experts].astype(str), strict=True))
+        image = _heat_map(axis, grid, highest=highest, columns=[names[i] for i in grid.columns])
+        axis.set(title=part, xlabel=experts, ylabel="layer")
+    figure.colorbar(image, ax=axes, label=column, format=_percent())
+    return figure
+
+
+def plot_pairs(table: pd.DataFrame, *, most_layers: int = 6) -> Figure:
+    """`experts_together`: how much more often two experts serve the same token than by chance, in the
+    first part, at most `most_layers` layers spread evenly."""
+    part = table["part"].iloc[0]
+    table = table[table["part"] == part]
+    layers = _spread(sorted(table["layer"].unique()), most_layers)
+    figure, axes = _panels([f"{part}, layer {layer}" for layer in layers], width=2.9, height=2.6)
+    highest = np.nanmax(table["lift"].to_numpy())
+    size = table["other"].max() + 1
+    for layer, axis in zip(layers, axes, strict=True):
+        lift = np.full((size, size), np.nan)
+        for row in table[table["layer"] == layer].itertuples():
+            lift[row.expert, row.other] = lift[row.other, row.expert] = row.lift
+        grid = pd.DataFrame(lift)
+        image = _heat_map(axis, grid, highest=highest, columns=grid.columns, numbers=False)
+        axis.set(title=f"{part}, layer {layer}", xlabel="expert", ylabel="expert")
+        _few_ticks(axis, size)
+    figure.colorbar(image, ax=axes, label="lift (1: chance)")
+    return figure
+
+
+def plot_preferences(table: pd.DataFrame, *, rows: str, most_layers: int = 6) -> Figure:
+    """`expert_kind_preferences` (`rows="kind"`) or `expert_token_preferences` (`"token"`): shares of the
+    assignments by expert, in the first part, at most `most_layers` layers spread evenly."""
+    part = table["part"].iloc[0]
+    table = table[table["part"] == part]
+    layers = _spread(sorted(table["layer"].unique()), most_layers)
+    size = table["expert"].nunique()
+    names = table[rows].drop_duplicates().tolist()
+    figure, axes = _panels(
+        layers,
+        width=max(3.2, 0.3 * size + 1.2),
+        height=0.9 + 0.3 * len(names),
+        most_columns=max(1, int(13 // max(3.2, 0.3 * size + 1.2))),
+    )
+    highest = table["share"].max()
+    for layer, axis in zip(layers, axes, strict=True):
+        chosen = table[table["layer"] == layer]
+        grid = chosen.pivot(index=rows, columns="expert", values="share").reindex(names)
+        image = _heat_map(axis, grid, highest=highest, columns=grid.columns, numbers=size <= 12)
+        axis.set(title=f"{part}, layer {layer}", xlabel="expert")
+        _few_ticks(axis, size)
+    figure.colorbar(image, ax=axes, label="share", format=_percent())
+    return figure
+
+
+def plot_distribution(table: pd.DataFrame) -> Figure:
+    """`cct_distribution`: tokens by their share of the full compute (Bapna et al. 2020, fig. 9)."""
+    figure, axes = _panels(table["stack"].unique(), width=4.6, height=3.0, share_y=True)
+    for (stack, rows), axis in zip(table.groupby("stack", sort=False), axes, strict=True):
+        for style, (budget, line) in zip(_styles(), rows.groupby("budget", sort=False), strict=False):
+            middle = (line["from"] + line["to"]) / 2
+            axis.plot(middle, line["share of tokens"], label=_name(budget), markersize=3.5, **style)
+        axis.set(title=stack, xlabel="share of the full compute", xlim=(0, 1))
+        axis.xaxis.set_major_formatter(_percent())
+        axis.yaxis.set_major_formatter(_percent())
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("share of tokens")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", title="budget")
+    return figure
+
+
+def plot_frequency(table: pd.DataFrame) -> Figure:
+    """`cct_frequency`: compute by how often a token occurs in the data (fig. 10)."""
+    figure, axes = _panels(table["stack"].unique(), width=4.6, height=3.0, share_y=True)
+    for (stack, rows), axis in zip(table.groupby("stack", sort=False), axes, strict=True):
+        for style, (budget, line) in zip(_styles(), rows.groupby("budget", sort=False), strict=False):
+            axis.plot(
+                line["occurrences from"], line["compute"], label=_name(budget), markersize=4, **style
+            )
+        axis.set_xscale("log", base=2)
+        axis.set(title=stack, xlabel="occurrences of the token, from", ylim=(0, 1.02))
+        axis.yaxis.set_major_formatter(_percent())
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("mean share of the full compute")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", title="budget")
+    return figure
+
+
+def plot_activity(table: pd.DataFrame) -> Figure:
+    """`cct_activity`: how often each sub-network of each layer is used, at each budget (fig. 11)."""
+    groups = list(table.groupby(["stack", "budget"], sort=False))
+    size = max(rows["sub-network"].nunique() for _, rows in groups)
+    figure, axes = _panels(
+        groups,
+        width=0.5 * size + 1.2,
+        height=1.7 + 0.34 * (table["layer"].max() + 1),
+        most_columns=max(1, int(13 // (0.5 * size + 1.2))),
+    )
+    for ((stack, budget), rows), axis in zip(groups, axes, strict=True):
+        columns = rows["sub-network"].drop_duplicates()
+        grid = rows.pivot(index="layer", columns="sub-network", values="open")[columns]
+        image = _heat_map(axis, grid, highest=1, columns=columns, rotation=55)
+        axis.set(title=f"{stack}, budget {_name(budget)}", ylabel="layer")
+    figure.colorbar(image, ax=axes, label="gates open", format=_percent())
+    return figure
+
+
+def plot_steps(table: pd.DataFrame) -> Figure:
+    """`cct_steps`: use of a decoder's sub-networks by decoding step (figs. 12 and 13)."""
+    figure, axes = _panels(table["budget"].unique(), width=4.6, height=3.0, share_y=True)
+    for (budget, rows), axis in zip(table.groupby("budget", sort=False), axes, strict=True):
+        for style, (name, line) in zip(_styles(), rows.groupby("sub-network", sort=False), strict=False):
+            every = max(1, len(line) // 12)
+            axis.plot(line["step"], line["open"], label=name, markersize=4, markevery=every, **style)
+        axis.set(title=f"budget {_name(budget)}", xlabel="decoding step", ylim=(-0.02, 1.02))
+        axis.yaxis.set_major_formatter(_percent())
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("gates open")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+def _panels(
+    names: Sequence[Any], *, width: float, height: float, share_y: bool = False, most_columns: int = 3
+) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel for each name, in rows."""
+    # Not pyplot: no window system is asked for, and no global state is left behind.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(len(names), most_columns)
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(width * columns + 0.6, height * rows + 0.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=share_y).flatten()
+    for axis in axes[len(names) :]:
+        axis.remove()
+    return figure, list(axes[: len(names)])
+
+
+def _heat_map(
+    axis: Axes,
+    grid: pd.DataFrame,
+    *,
+    highest: float,
+    columns: Sequence[Any],
+    numbers: bool = True,
+    rotation: float = 0,
+) -> Any:
+    """Draw `grid`, with percentages in the cells where they fit."""
+    image = axis.imshow(
+        grid.to_numpy(),
+        cmap=_COLOUR_MAP,
+        vmin=0,
+        vmax=max(highest, 1e-9),
+        aspect="auto",
+        interpolation="nearest",
+    )
+    turn = {"rotation": rotation, "ha": "right", "rotation_mode": "anchor"} if rotation else {}
+    crowded = len(grid.columns) > _MOST_NUMBERS
+    axis.set_xticks(range(len(grid.columns)), columns, fontsize=6 if crowded else 8, **turn)
+    axis.set_yticks(range(len(grid.index)), [str(name) for name in grid.index], fontsize=8)
+    if numbers and not crowded:
+        for row, values in enumerate(grid.to_numpy()):
+            for column, value in enumerate(values):
+                colour = "black" if value > 0.5 * highest else "white"
+                text = f"{100 * value:.0f}"
+                axis.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
+    return image
+
+
+def _few_ticks(axis: Axes, size: int) -> None:
+    """Not every expert's number where they are many."""
+    ticks = range(0, size, -(-size // 8))
+    axis.set_xticks(ticks, ticks)
+    if len(axis.get_yticks()) == size:
+        axis.set_yticks(ticks, ticks)
+
+
+def _spread(values: list[int], most: int) -> list[int]:
+    if len(values) <= most:
+        return values
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def _name(budget: Any) -> str:
+    return f"{budget:g}" if isinstance(budget, (int, float)) else str(budget)
+
+
+def _styles() -> Iterator[dict[str, Any]]:
+    while True:
+        yield from _LINES
+
+
+def _percent() -> Any:
+    from matplotlib.ticker import PercentFormatter
+
+    return PercentFormatter(xmax=1, decimals=0)

@@ -1,0 +1,157 @@
+"""`hf-moa analyze`: a report of what a checkpoint's gates learned."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from .command import add_command, budget, load_checkpoint, tokenizer_of, without_bars
+
+_FORMATS = (".html", ".md")
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "analyze",
+        run,
+        "measure what a checkpoint's gates do on some text, and write a report with tables and figures",
+        "hf-moa analyze ./bert-mae --data dev.tsv --text-column sentence --output report.html",
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="folder or Hub id, of a model or an adapter"
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="text: .tsv, .csv, .json, .jsonl, .parquet, else one a line; or a dataset of the Hub",
+    )
+    data.add_argument("--text-column", metavar="NAME", help="default: text")
+    data.add_argument("--pair-column", metavar="NAME", help="the second text of a pair (default: pair)")
+    data.add_argument(
+        "--label-column", metavar="NAME", help="for a classifier's accuracy (default: label)"
+    )
+    data.add_argument("--target-column", metavar="NAME", help="the decoder's side (default: target)")
+    data.add_argument("--target-data", metavar="FILE", help="the decoder's side, line by line")
+    data.add_argument("--subset", metavar="NAME", help="of a dataset of the Hub")
+    data.add_argument("--split", default="test", help="of a dataset of the Hub (default: %(default)s)")
+    data.add_argument("--limit", type=int, metavar="N", help="the first N texts (default: all)")
+    data.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
+    data.add_argument(
+        "--max-length", type=int, metavar="TOKENS", help="default: the model's, at most 512"
+    )
+    measures = parser.add_argument_group("measures")
+    measures.add_argument(
+        "--budgets",
+        nargs="+",
+        type=budget,
+        metavar="BUDGET",
+        help="of CCT (default: all of the model's)",
+    )
+    measures.add_argument(
+        "--least-count",
+        type=int,
+        default=10,
+        help="occurrences of the tokens that tables name (default: %(default)s)",
+    )
+    measures.add_argument(
+        "--top-tokens", type=int, default=10, help="how many they name (default: %(default)s)"
+    )
+    measures.add_argument(
+        "--draws", type=int, default=3, help="of random MAE experts (default: %(default)s)"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output",
+        type=Path,
+        default=Path("gates.html"),
+        metavar="FILE",
+        help=".html, with all in it, or .md, with figures beside (default: %(default)s)",
+    )
+    output.add_argument("--overwrite", action="store_true", help="replace an earlier report")
+    output.add_argument("--json", action="store_true", help="print all tables as JSON too")
+    parser.add_argument("--device", help="such as cuda (default: where the model loads)")
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    from ..analysis import analyze, write_report
+    from ..analysis.observe import gated_model_of
+    from ..analysis.text_batches import TextBatches, read_text
+
+    columns = {
+        role: getattr(args, f"{role}_column")
+        for role in ("text", "pair", "label", "target")
+        if getattr(args, f"{role}_column") is not None
+    }
+    with without_bars():
+        model = load_checkpoint(args.checkpoint)
+        # an adapter's is its base's
+        tokenizer = tokenizer_of(args.checkpoint) or tokenizer_of(gated_model_of(model).name_or_path)
+        if tokenizer is None:
+            raise ValueError(f"{args.checkpoint} must have its tokenizer beside it (got none)")
+        data = read_text(
+            args.data,
+            columns=columns,
+            target_file=args.target_data,
+            subset=args.subset,
+            split=args.split,
+            limit=args.limit,
+        )
+    if args.device is not None:
+        model.to(args.device)
+    gated = gated_model_of(model)
+    sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
+    analysis = analyze(
+        model,
+        TextBatches(data, tokenizer, gated, with_labels=False, **sizes),
+        tokenizer=tokenizer,
+        budgets=args.budgets,
+        least_count=args.least_count,
+        top_tokens=args.top_tokens,
+    )
+    analysis.facts["checkpoint"] = Path(args.checkpoint).name or args.checkpoint
+    analysis.facts["data"] = Path(args.data).name
+    labelled = TextBatches(data, tokenizer, gated, with_labels=True, **sizes)
+    if labelled.has_labels:
+        analysis.tables.update(_metrics(args, model, labelled))
+    write_report(analysis, args.output)
+    if args.json:
+        print(json.dumps(analysis.as_dict(), indent=1))
+    else:
+        print(f"{args.output}: {len(analysis.tables)} tables of {len(data)} texts")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be refused before anything is loaded."""
+    if args.output.suffix not in _FORMATS:
+        raise ValueError(f"--output must end in {' or '.join(_FORMATS)} (got {args.output.name})")
+    if args.output.exists() and not args.overwrite:
+        raise ValueError(f"{args.output} is there already; give another --output, or --overwrite")
+    for name in ("limit", "batch_size", "max_length", "least_count", "top_tokens", "draws"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1 (got {value})")
+
+
+def _metrics(args: argparse.Namespace, model: Any, batches: Any) -> dict[str, Any]:
+    """Tables of what the gates are worth."""
+    from tqdm.auto import tqdm
+
+    from ..analysis import budget_metrics, evaluate, expert_selection
+    from ..analysis.observe import gated_model_of
+
+    def measure(budget: Any = None) -> dict[str, float]:
+        return evaluate(model, tqdm(batches, desc="evaluate"), budget=budget)
+
+    config = gated_model_of(model).config
+    tables = {}
+    if config.has_cct:
+        budgets = args.budgets or config.listed_budgets
+        tables["budget_metrics"] = budget_metrics(budgets, measure)
+    if config.attention_type == "mae":
+        tables["expert_selection"] = expert_selection(model, measure, draws=args.draws)
+    return tables
