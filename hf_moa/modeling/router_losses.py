@@ -26,10 +26,8 @@ def expert_load(
         index: `[B, T, k]` int64, chosen experts.
         over_processes: count the tokens of all processes, not of this one alone.
     """
-    valid = _validity(probabilities, mask)
-    # shape: (B, T, k) -> (N,)
-    chosen = torch.zeros_like(probabilities).scatter(-1, index, 1.0)
-    counts = (chosen * valid).sum(dim=(0, 1))
+    ones = probabilities.new_ones(index.shape)
+    counts = _sum_by_expert(ones, index, probabilities.shape[-1], mask)
     if over_processes:
         counts = sum_over_processes(counts)
     return counts / counts.sum().clamp(min=1)
@@ -45,9 +43,7 @@ def load_balance_loss(probabilities: Tensor, load: Tensor, *, mask: Tensor | Non
         probabilities: `[B, T, N]`, softmax over all experts.
         load: `[N]`, of `expert_load`.
     """
-    valid = _validity(probabilities, mask)
-    mean_probability = (probabilities * valid).sum(dim=(0, 1)) / valid.sum().clamp(min=1)
-    return probabilities.shape[-1] * (load * mean_probability).sum()
+    return probabilities.shape[-1] * (load * _mean(probabilities, mask)).sum()
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None) -> Tensor:
@@ -56,9 +52,7 @@ def z_loss(logits: Tensor, *, mask: Tensor | None) -> Tensor:
     Args:
         logits: `[B, T, N]`.
     """
-    valid = _validity(logits, mask)
-    squared = logits.logsumexp(dim=-1, keepdim=True).square()
-    return (squared * valid).sum() / valid.sum().clamp(min=1)
+    return _mean(logits.logsumexp(dim=-1, keepdim=True).square(), mask).sum()
 
 
 def importance_loss(weight: Tensor, index: Tensor, *, num_experts: int, mask: Tensor | None) -> Tensor:
@@ -69,9 +63,7 @@ def importance_loss(weight: Tensor, index: Tensor, *, num_experts: int, mask: Te
         index: `[B, T, k]` int64, chosen experts.
         num_experts: N.
     """
-    valid = _validity(weight, mask)
-    gates = weight.new_zeros(*weight.shape[:-1], num_experts).scatter(-1, index, weight)
-    return squared_coefficient_of_variation((gates * valid).sum(dim=(0, 1)))
+    return squared_coefficient_of_variation(_sum_by_expert(weight, index, num_experts, mask))
 
 
 def load_loss(load: Tensor, *, mask: Tensor | None) -> Tensor:
@@ -80,8 +72,7 @@ def load_loss(load: Tensor, *, mask: Tensor | None) -> Tensor:
     Args:
         load: `[B, T, N]`, the probabilities of `smooth_load`.
     """
-    valid = _validity(load, mask)
-    return squared_coefficient_of_variation((load * valid).sum(dim=(0, 1)))
+    return squared_coefficient_of_variation(_sum(load, mask))
 
 
 def smooth_load(clean: Tensor, noisy: Tensor, scale: Tensor, *, num_selected: int) -> Tensor:
@@ -116,8 +107,18 @@ def squared_coefficient_of_variation(x: Tensor) -> Tensor:
     return x.var(correction=0) / (x.mean().square() + _EPSILON)
 
 
-def _validity(like: Tensor, mask: Tensor | None) -> Tensor:
-    """`[B, T, 1]` in the dtype of `like`: 1 for real tokens, 0 for padding."""
-    if mask is None:
-        return like.new_ones(*like.shape[:-1], 1)
-    return mask.unsqueeze(-1).to(like.dtype)
+def _sum(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Over the real tokens: `[B, T, N]` -> `[N]`."""
+    return (x if mask is None else x * mask.unsqueeze(-1).to(x.dtype)).sum(dim=(0, 1))
+
+
+def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Over the real tokens: `[B, T, N]` -> `[N]`; zero where there are none."""
+    count = x.new_full((), x.shape[0] * x.shape[1]) if mask is None else mask.sum()
+    return _sum(x, mask) / count.clamp(min=1)
+
+
+def _sum_by_expert(x: Tensor, index: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
+    """Over the real tokens that chose each expert: `[B, T, k]` -> `[N]`."""
+    x = x if mask is None else x * mask.unsqueeze(-1).to(x.dtype)
+    return x.new_zeros(num_experts).index_add(0, index.flatten(), x.flatten())
