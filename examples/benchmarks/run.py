@@ -7,7 +7,7 @@
 
 Prints tables in Markdown: median time, half the distance between the quartiles in per cent of it, and
 the median of the ratios to the first candidate, turn by turn; of memory, its size and ratio.
-`--output_dir` gets them as results.md and results.json, and a picture of the ratios.
+`--output_dir` gets them as results.json, in short as results.md, and a picture of the ratios.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import memory
 import moa
 import torch
 import transformers
-from tables import Table, conditions
+from tables import Table, conditions, summary
 
 BENCHMARKS = {
     "mae": mae.measure,
@@ -64,8 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def write(folder: Path, heading: str, where: dict, tables: list[Table]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    text = "\n\n".join([heading, *(table.markdown() for table in tables)])
-    (folder / "results.md").write_text(text + "\n", encoding="utf-8")
+    (folder / "results.md").write_text(f"{heading}\n\n{summary(tables)}\n", encoding="utf-8")
     data = {"environment": where, "tables": [table.data() for table in tables]}
     (folder / "results.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     draw(folder / "ratios.svg", tables)

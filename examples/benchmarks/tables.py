@@ -36,6 +36,28 @@ class Table:
         return asdict(self)
 
 
+def summary(tables: list[Table]) -> str:
+    """Tables of the same candidates as one, a row each: the first candidate's value, and the others'
+    ratios to it."""
+    merged: dict[tuple, list[Table]] = {}
+    for table in tables:
+        names = tuple(result.name for result in table.results)
+        merged.setdefault((table.group, table.unit, names), []).append(table)
+    parts = []
+    for (_, unit, names), rows in merged.items():
+        spread = [] if rows[0].results[0].spread is None else ["± %"]
+        head = ["", f"{names[0]}, {unit}", *spread, *names[1:]]
+        lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for table in rows:
+            first, *others = table.results
+            cells = [table.title, f"{first.value:.2f}"]
+            cells += [f"{first.spread:.1f}"] if spread else []
+            cells += [f"{other.ratio:.3f}" for other in others]
+            lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 def conditions(dtype: torch.dtype) -> dict[str, str]:
     """What the times depend on besides the code."""
     facts = environment()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_moa import MoaBertConfig
+from hf_moa import MoaBertConfig, timing
 from hf_moa.modeling.expert_linear import ExpertOutput
 from hf_moa.modeling.moa_bert_layers import MoaBertSelfAttention
 
@@ -17,7 +17,6 @@ FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 def test_compare_reports_ratios_to_the_first(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    from hf_moa import timing
 
     clock = iter(range(10_000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
@@ -46,6 +45,31 @@ def test_script_writes_tables_and_a_picture(tmp_path):
     assert [t["results"][0]["ratio"] for t in data["tables"]] == [1.0] * 4
     assert (tmp_path / "results.md").read_text().startswith("processor")
     assert (tmp_path / "ratios.svg").is_file()
+
+
+def test_summary_has_a_row_for_each_table_of_the_same_candidates(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from tables import Table, summary
+
+    def table(title, *ratios, unit="ms", spread=1.0):
+        names = ["plain", "gated"]
+        results = [
+            timing.Measurement(name=name, value=2 * ratio, ratio=ratio, spread=spread)
+            for name, ratio in zip(names, ratios, strict=True)
+        ]
+        return Table(group="moa", title=title, results=results, unit=unit)
+
+    tables = [table("a", 1, 1.5), table("size", 1, 3, unit="MB", spread=None), table("b", 1, 2)]
+    assert summary(tables).splitlines() == [
+        "|  | plain, ms | ± % | gated |",
+        "|---|---|---|---|",
+        "| a | 2.00 | 1.0 | 1.500 |",
+        "| b | 2.00 | 1.0 | 2.000 |",
+        "",
+        "|  | plain, MB | gated |",
+        "|---|---|---|",
+        "| size | 2.00 | 3.000 |",
+    ]
 
 
 def test_unknown_benchmark_is_an_error(tmp_path):
