@@ -43,6 +43,7 @@ from hf_moa.training.gate_choices import (
     choose_mae_training,
 )
 from hf_moa.training.gate_descent import prepare_gates
+from hf_moa.training.random_states import kept_random_states
 from hf_moa.training.schedules import set_cct_noise
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
 
@@ -312,22 +313,25 @@ class GatedTraining:
             return {}
         began = time.perf_counter()
         self.model.eval()
+        with kept_random_states():  # a run resumed after this draws the same as this one
+            metrics = self._metrics_at_budgets()
+        self.seconds_elsewhere += time.perf_counter() - began
+        logger.info(f"step {self.progress.step}: {metrics}")
+        self.accelerator.log(metrics, step=self.progress.step)
+        return metrics
+
+    def _metrics_at_budgets(self) -> dict[str, float]:
         budgets = distinct_budgets(self.gated.config)
+        if not budgets:
+            return self.evaluate(self.model)
         metrics = {}
-        for budget in budgets or [None]:
-            if budget is None:
-                metrics |= self.evaluate(self.model)
-                continue
+        for budget in budgets:
             self.gated.set_budget(budget)
             values = budget if isinstance(budget, tuple) else (budget,)
             name = "_".join(f"{value:g}" for value in values)
             found = self.evaluate(self.model)
             metrics |= {f"{key}_at_{name}": value for key, value in found.items()}
-        if budgets:
-            self.gated.set_budget(None)
-        self.seconds_elsewhere += time.perf_counter() - began
-        logger.info(f"step {self.progress.step}: {metrics}")
-        self.accelerator.log(metrics, step=self.progress.step)
+        self.gated.set_budget(None)
         return metrics
 
     def _stop_diverged(self, found: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,34 @@ def test_resumes_bit_for_bit(task, step, arguments, tmp_path):
         assert torch.equal(tensor, expected[name]), name
     assert [entry["step"] for entry in log(parts)] == list(range(step + 1, 7))
     assert log(parts)[-1]["loss"] == log(whole)[-1]["loss"]
+
+
+@pytest.mark.parametrize(
+    "task", ["clm", *(pytest.param(task, marks=pytest.mark.slow) for task in ("mlm", "translation"))]
+)
+def test_resumes_bit_for_bit_in_later_epochs(task, arguments, tmp_path):
+    """At their ends, where an evaluation follows the checkpoint, and between them."""
+    shared = {
+        "attention_type": "mae",
+        "gate_every_n_epochs": 2,
+        "num_train_epochs": 3,
+        "max_train_steps": None,
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": 8,
+        "resume_from_checkpoint": "latest",
+    }
+    for every in ("epoch", 1):
+        whole = arguments(task, **shared, checkpointing_steps=every, output_dir=tmp_path / f"{every}")
+        run(task, whole)
+        expected = weights(whole)
+        folders = find_checkpoints(tmp_path / f"{every}")
+        stops = folders[:2] if every == "epoch" else folders[len(folders) // 3 : len(folders) // 3 + 1]
+        for folder in stops:
+            parts = whole | {"output_dir": tmp_path / f"after-{folder.name}"}
+            shutil.copytree(folder, parts["output_dir"] / folder.name)
+            run(task, parts)
+            for name, tensor in weights(parts).items():
+                assert torch.equal(tensor, expected[name]), (folder.name, name)
 
 
 NO_DROPOUT = {
