@@ -48,6 +48,7 @@ from text_blocks import (
 from text_training import (
     ModelArguments,
     find_checkpoint,
+    finish,
     load_model,
     load_tokenizer,
     parse_arguments,
@@ -222,8 +223,7 @@ def main(args: list[str] | None = None) -> None:
         evaluate(trainer, blocks["test"], data_args.max_predict_samples, "predict")
     if data_args.generate_samples and trainer.is_world_process_zero():
         write_samples(trainer, blocks.get("test", blocks.get("validation")), data_args)
-    if training_args.push_to_hub:
-        trainer.push_to_hub(tasks="text-generation")
+    finish(trainer, finetuned_from=model_args.model_name_or_path, tasks="text-generation")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,14 @@ from gating_arguments import (
     optional,
 )
 from peft import TaskType
-from text_training import HubArguments, find_checkpoint, parse_arguments, set_up_logging, train
+from text_training import (
+    HubArguments,
+    find_checkpoint,
+    finish,
+    parse_arguments,
+    set_up_logging,
+    train,
+)
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -325,15 +332,15 @@ def main(args: list[str] | None = None) -> None:
         evaluate_at_budgets(trainer, eval_sets)
     if training_args.do_predict:
         predict(trainer, predict_sets, task)
-    if training_args.push_to_hub:
-        trainer.push_to_hub(
-            finetuned_from=model_args.model_name_or_path,
-            tasks="text-classification",
-            language="en",
-            dataset=f"GLUE {data_args.task_name.upper()}",
-            dataset_tags="glue",
-            dataset_args=data_args.task_name,
-        )
+    finish(
+        trainer,
+        finetuned_from=model_args.model_name_or_path,
+        tasks="text-classification",
+        language="en",
+        dataset=f"GLUE {data_args.task_name.upper()}",
+        dataset_tags="nyu-mll/glue",
+        dataset_args=data_args.task_name,
+    )
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from parallel_text import (
 from text_training import (
     ModelArguments,
     find_checkpoint,
+    finish,
     load_model,
     load_tokenizer,
     parse_arguments,
@@ -162,8 +163,7 @@ def main(args: list[str] | None = None) -> None:
         evaluate_at_budgets(trainer, {"validation": sets["validation"]})
     if training_args.do_predict:
         predict(trainer, sets["test"], bleu)
-    if training_args.push_to_hub:
-        trainer.push_to_hub(tasks="translation")
+    finish(trainer, finetuned_from=model_args.model_name_or_path, tasks="translation")
 
 
 if __name__ == "__main__":

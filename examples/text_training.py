@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import datasets
 import transformers
@@ -261,3 +262,11 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
     trainer.log_metrics("train", metrics)
     trainer.save_metrics("train", metrics)
     trainer.save_state()
+
+
+def finish(trainer: Trainer, **card: Any) -> None:
+    """Push the model with its card, or write the card beside it, with all that was measured."""
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(**card)
+    elif trainer.args.do_train:
+        trainer.create_model_card(**card)

@@ -60,7 +60,7 @@ def error_of(capsys, *argv):
     return lines[0]
 
 
-@pytest.mark.parametrize("command", ["quickstart", "upcycle", "analyze", "benchmark", "env"])
+@pytest.mark.parametrize("command", ["quickstart", "upcycle", "analyze", "benchmark", "card", "env"])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main([command, "--help"])
@@ -100,13 +100,6 @@ def test_env_as_json(capsys):
 def test_env_as_text(capsys):
     assert main(["env"]) == 0
     assert f"torch: {torch.__version__}" in capsys.readouterr().out.splitlines()
-
-
-def test_module_is_the_same_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_moa", "env", "--json"], capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout)["torch"] == torch.__version__
 
 
 def test_upcycle_writes_a_gated_checkpoint_that_computes_the_same(bert_dir, tmp_path, capsys):
@@ -305,7 +298,7 @@ def test_benchmark_with_a_bad_option(gated_dir, capsys, options, expected):
     assert expected in error_of(capsys, "benchmark", gated_dir, *options)
 
 
-def test_a_reader_that_has_enough_is_no_error():
+def test_module_is_the_same_command_and_its_reader_may_stop():
     command = f"{sys.executable} -m hf_moa env | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("python: ")

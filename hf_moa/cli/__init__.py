@@ -4,6 +4,7 @@ hf-moa quickstart
 hf-moa upcycle google-bert/bert-base-uncased ./mae-bert --attention-type mae
 hf-moa analyze ./mae-bert --data dev.tsv --text-column sentence
 hf-moa benchmark ./mae-bert
+hf-moa card ./mae-bert --license apache-2.0
 hf-moa env --json
 
 Mistakes of the user end in one line on standard error and exit code 2, a quickstart whose
@@ -15,7 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import analyze, benchmark, env, quickstart, upcycle
+from . import analyze, benchmark, card, env, quickstart, upcycle
 
 # Slow imports (torch, Trainer) stand inside the functions that need them.
 
@@ -52,6 +53,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: hf-moa quickstart",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (quickstart, upcycle, analyze, benchmark, env):
+    for command in (quickstart, upcycle, analyze, benchmark, card, env):
         command.add(commands)
     return parser

@@ -95,7 +95,7 @@ def evaluate_budgets(
           `{metric_key_prefix}_...`.
 
         Afterwards the model is at its default budget (`set_budget(None)`), also when an error
-        ended the evaluation.
+        ended the evaluation. The trainer keeps the rows as `budget_rows`, for its model card.
 
     Raises:
         ValueError: the model has no CCT gates; a budget is not in `config.cct_budgets`; `budgets`
@@ -140,6 +140,7 @@ def evaluate_budgets(
             )
     finally:
         model.set_budget(None)
+    trainer.budget_rows = rows
     return rows
 
 

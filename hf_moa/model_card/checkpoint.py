@@ -1,0 +1,206 @@
+"""A card from a checkpoint's folder: config.json and what lies beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard
+from transformers import AutoConfig
+
+from hf_moa.modeling.configuration_gating import GatingConfig
+
+from .card import HYPERPARAMETERS, model_card
+from .existing import merged_card, read_card, split_sections
+from .facts import DataUsed, TrainingFacts, as_number, eval_results, is_hub_id, named_metrics
+from .loading import class_of, task_of
+from .trainer import final_metrics, history_of
+
+_METRIC_FILES = ("all_results.json", "eval_results.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
+
+
+def checkpoint_card(
+    folder: str | Path,
+    *,
+    name: str | None = None,
+    license: str | None = None,
+    base_model: str | None = None,
+    datasets: Sequence[str] = (),
+    metrics: str | Path | None = None,
+    budgets: str | Path | None = None,
+    old: ModelCard | None = None,
+) -> ModelCard:
+    """The card of a saved model. Nothing is unpickled, and no weights are read.
+
+    Args:
+        folder: with config.json. Beside it are read, where they are: trainer_state.json,
+            all_results.json or eval_results.json, budget_results*.json (if there is one), README.md.
+        name: the model's id on the Hub, for the snippets. Default: the folder's name.
+        license: the Hub's identifier, such as "apache-2.0". Default: that of the old card.
+        base_model: id on the Hub. Default: that of the old card.
+        datasets: ids on the Hub. Default: those of the old card. The results in the metadata are on the
+            data set, where there is one.
+        metrics: JSON file of metrics by name, in the place of those beside the checkpoint.
+        budgets: JSON file of the rows that `evaluate_budgets` returned.
+        old: the card to take what is not known from. Default: README.md of the folder.
+
+    Raises:
+        ValueError: there is no config.json, or not of a gated model; a file does not hold what it
+            should; `license` or `base_model` is no identifier.
+    """
+    folder = Path(folder)
+    config = _config(folder)
+    old = read_card(folder / "README.md") if old is None else old
+    known = old.data if old is not None else None
+    state = _read_object(folder / "trainer_state.json") if _has(folder, "trainer_state.json") else {}
+    log = state.get("log_history") or []
+    datasets = list(datasets) or _listed(known and known.datasets)
+    model_class = class_of(config)
+    task = (known and known.pipeline_tag) or task_of(config, model_class)
+    data = _evaluated(datasets, known.eval_results if known and known.eval_results else [])
+    found = _metrics(folder, metrics) or _logged_metrics(state)
+    card = model_card(
+        config,
+        name=name or folder.absolute().name,
+        model_class=model_class,
+        license=license,
+        base_model=base_model,
+        datasets=datasets,
+        task=task,
+        results=eval_results(found, task=task, data=data),
+        training=TrainingFacts(
+            data=tuple(map(_data, datasets)),
+            hyperparameters={} if _tells_hyperparameters(old) else _hyperparameters(state),
+            history=history_of(log),
+        ),
+        budget_rows=_budget_rows(folder, budgets),
+        has_tokenizer=any(_has(folder, name) for name in _TOKENIZER_FILES),
+        carries_code=_has(folder, f"modeling_{config.model_type}.py"),
+    )
+    return merged_card(card, old, same_weights=True)
+
+
+def _config(folder: Path) -> GatingConfig:
+    if not folder.is_dir() or not _has(folder, "config.json"):
+        adapter = _has(folder, "adapter_config.json")
+        raise ValueError(
+            f"The checkpoint must be a folder with config.json (got {folder}, which "
+            + ("is an adapter's; MoaTrainer writes the card of those)" if adapter else "has none)")
+            + "; give the folder that save_pretrained or MoaTrainer wrote."
+        )
+    model_type = _read_object(folder / "config.json").get("model_type")
+    if not str(model_type).startswith("moa_"):
+        raise ValueError(
+            f"The checkpoint's model_type must be moa_bert, moa_gpt2 or moa_t5 (got {model_type!r} in "
+            f"{folder / 'config.json'}); `hf-moa upcycle` makes a gated model of a plain one."
+        )
+    return AutoConfig.from_pretrained(folder)
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {path}; give the path of a JSON file.") from error
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} must hold JSON ({error}).") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object (got a {type(value).__name__}).")
+    return value
+
+
+def _metrics(folder: Path, given: str | Path | None) -> list[tuple]:
+    if given is not None:
+        entries = _read_object(Path(given))
+        wrong = [name for name, value in entries.items() if as_number(value) is None]
+        found = named_metrics(entries)
+        if wrong or not found:
+            raise ValueError(
+                f"{given} must hold metrics by name, each a number, such as "
+                f'{{"accuracy": 0.9}} (got {"no number for " + ", ".join(wrong) if wrong else "none"}).'
+            )
+        return found
+    for name in _METRIC_FILES:
+        found = named_metrics(_read_object(folder / name)) if _has(folder, name) else []
+        if found:
+            return found
+    return []
+
+
+def _logged_metrics(state: Mapping[str, Any]) -> list[tuple]:
+    """Metrics of the weights that a trainer's state belongs to."""
+    log, step, best = (state.get(name) for name in ("log_history", "global_step", "best_global_step"))
+    is_over = any("train_runtime" in entry for entry in log or [])
+    if is_over and best not in (None, step):
+        return []  # the weights may be the best ones or the last; the state does not say which
+    return final_metrics(log or [], step=step)
+
+
+def _budget_rows(folder: Path, given: str | Path | None) -> list[Mapping[str, Any]]:
+    if given is None:
+        files = sorted(folder.glob("budget_results*.json"))
+        if len(files) != 1:  # of several data sets
+            return []
+        given = files[0]
+    rows = _read_json(Path(given))
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(
+            f"{given} must hold a list of the rows that `evaluate_budgets` returned (got "
+            f"{json.dumps(rows)[:60]})."
+        )
+    return rows
+
+
+def _data(name: str) -> DataUsed:
+    return DataUsed(use="training", dataset=name if is_hub_id(name) else None, name=name)
+
+
+def _evaluated(datasets: list[str], results: list[EvalResult]) -> DataUsed | None:
+    """What the metrics were measured on: the one data set, just as the old card's results name it."""
+    if len(datasets) != 1:
+        return None
+    known = {
+        DataUsed(
+            use="evaluation",
+            name=result.dataset_name,
+            dataset=result.dataset_type,
+            config=result.dataset_config,
+            split=result.dataset_split,
+            revision=result.dataset_revision,
+        )
+        for result in results
+    }
+    return known.pop() if [used.dataset for used in known] == datasets else _data(datasets[0])
+
+
+def _listed(value: Any) -> list[str]:
+    if not value:
+        return []
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _tells_hyperparameters(old: ModelCard | None) -> bool:
+    """Whether a card says more than a trainer's state does: its trainer wrote it."""
+    return old is not None and HYPERPARAMETERS in dict(split_sections(old.text)[1])
+
+
+def _hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
+    names = {
+        "train_batch_size": "train_batch_size",
+        "max_steps": "training_steps",
+        "num_train_epochs": "num_epochs",
+        "global_step": "steps_done",
+        "epoch": "epochs_done",
+    }
+    return {shown: state[name] for name, shown in names.items() if state.get(name) is not None}

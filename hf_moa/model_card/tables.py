@@ -1,0 +1,104 @@
+"""A card's tables in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from huggingface_hub import EvalResult
+
+from .facts import DataUsed
+
+
+def cell(value: Any) -> str:
+    """A value in a table: floats with four significant digits, and nothing that ends the cell."""
+    if value is None:
+        return ""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table."""
+    columns = list(columns)
+    lines = [columns, *([cell(value) for value in row] for row in rows)]
+    head, *body = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
+
+
+def union_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table whose columns are all keys of the rows, in the order in which they come up."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return table(columns, ([row.get(key) for key in columns] for row in rows))
+
+
+def data_table(data: Sequence[DataUsed]) -> str:
+    """The data sets, without the columns of which nothing is known."""
+    rows = [
+        {
+            "use": used.use,
+            "data set": used.name or used.dataset or "not recorded",
+            "on the Hub": used.dataset,
+            "configuration": used.config,
+            "split": used.split,
+            "examples": None if used.examples is None else f"{used.examples:,}",
+        }
+        for used in data
+    ]
+    known = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+    return table(known, ([row[key] for key in known] for row in rows))
+
+
+def result_table(results: Sequence[EvalResult]) -> str:
+    """The metrics, each with what it was measured on."""
+    rows = []
+    for result in results:
+        parts = [part for part in (result.dataset_config, result.dataset_split) if part]
+        name = result.dataset_name or "evaluation data"
+        rows.append(
+            [
+                name + (f" ({', '.join(parts)})" if parts else ""),
+                result.metric_name or result.metric_type,
+                result.metric_value,
+            ]
+        )
+    return table(["data", "metric", "value"], rows)
+
+
+def budget_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Metrics, compute fraction, seconds and speed-up by budget.
+
+    Args:
+        rows: as `evaluate_budgets` returns them, or as they come back from JSON. The speed-up is that
+            over the largest budget.
+
+    Raises:
+        ValueError: a row has no budget, or one that is no number or pair of numbers.
+    """
+    sizes = [_size(row) for row in rows]
+    slowest = rows[sizes.index(max(sizes))].get("seconds")
+    names = dict.fromkeys(key for row in rows for key in row)
+    measured = ("budget", "compute_fraction", "seconds")
+    metrics = [name for name in names if name not in measured]
+    shown = []
+    for row in rows:
+        seconds = row.get("seconds")
+        faster = f"{slowest / seconds:.2f}x" if slowest and seconds else None
+        budget = row["budget"]
+        budget = ", ".join(map(cell, budget)) if isinstance(budget, (list, tuple)) else budget
+        shown.append(
+            [budget, row.get("compute_fraction"), *(row.get(name) for name in metrics), seconds, faster]
+        )
+    titles = [name.removeprefix("eval_").replace("_", " ") for name in metrics]
+    return table(["budget", "compute fraction", *titles, "seconds", "speed-up"], shown)
+
+
+def _size(row: Mapping[str, Any]) -> float:
+    budget = row.get("budget")
+    numbers = budget if isinstance(budget, (list, tuple)) else [budget]
+    if not numbers or not all(isinstance(b, (int, float)) and not isinstance(b, bool) for b in numbers):
+        raise ValueError(
+            "Every row of budgets must have a `budget`, a number or a pair of numbers, as "
+            f"`evaluate_budgets` writes them (got {dict(row)!r})."
+        )
+    return sum(numbers)
