@@ -180,7 +180,6 @@ def _target_config(
             f"{config.attention_head_dim!r}). With another num_attention_heads, give "
             f"head_dim={head_dim}."
         )
-    config.name_or_path = source.name_or_path
     return config
 
 
@@ -215,6 +214,8 @@ def _build(
             f"{new}, unexpected {list(report['unexpected_keys'])}, of other shape "
             f"{list(report['mismatched_keys'])}."
         )
+    model.config.name_or_path = source.name_or_path  # where the weights came from, for a model card
+    model.name_or_path = ""  # but no adapter of this model could be loaded onto that
     if source.can_generate():
         model.generation_config = copy.deepcopy(source.generation_config)
     return model.to(source.device).eval()

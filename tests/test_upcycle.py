@@ -7,6 +7,7 @@ import pytest
 import torch
 from common import TINY, batch, randomize
 from families import CASE, each_class, main_output
+from peft import get_peft_model
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -373,3 +374,11 @@ def test_decoder_with_cross_attention():
         actual = model(ids, attention_mask=mask, use_cache=False, **encoder).last_hidden_state
         torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-12, rtol=0)
     assert upcycle(source, "moa")(ids, **encoder).last_hidden_state.shape == (3, 9, 32)
+
+
+def test_the_source_is_remembered_but_is_no_base_of_adapters(tmp_path):
+    CASE["BertForMaskedLM"].build_plain().save_pretrained(tmp_path)
+    model = upcycle(tmp_path, "mae")
+    assert model.config.name_or_path == str(tmp_path)
+    adapter = get_peft_model(model, hf_moa.FTGConfig())
+    assert not adapter.peft_config["default"].base_model_name_or_path
