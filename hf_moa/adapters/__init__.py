@@ -9,4 +9,6 @@ from hf_moa.modeling.ftg_config import GATE_KINDS, FTGConfig
 from hf_moa.modeling.ftg_layer import FTGLayer
 from hf_moa.modeling.ftg_model import FTGModel
 
-__all__ = ["GATE_KINDS", "FTGConfig", "FTGLayer", "FTGModel"]
+from .hub import push_to_hub
+
+__all__ = ["GATE_KINDS", "FTGConfig", "FTGLayer", "FTGModel", "push_to_hub"]

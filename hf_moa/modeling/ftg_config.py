@@ -14,6 +14,9 @@ except ImportError:
     raise
 
 GATE_KINDS = ("mae", "router", "cct")
+_CARD_TITLES = ("# FTG adapter of", "# FTG+ adapter of")
+# What an adapter's card calls the adapter, before it has a name.
+ADAPTER_PLACE = "path/or/name/of/this/adapter"
 
 
 class FTGPeftType(str, Enum):
@@ -96,11 +99,21 @@ class FTGConfig(PeftConfig):
         """As in PEFT; and the adapter's card says what it is and how to load it."""
         super().save_pretrained(save_directory, **kwargs)
         card = Path(save_directory, "README.md")
-        if card.is_file():
-            text = card.read_text(encoding="utf-8")
-            start = text.find("\n---", 3) + len("\n---")  # behind the metadata
-            if text.startswith("---") and start > len("\n---"):
-                card.write_text(f"{text[:start]}\n\n{self._card()}", encoding="utf-8")
+        if not card.is_file():
+            return
+        text = card.read_text(encoding="utf-8")
+        start = text.find("\n---", 3) + len("\n---")  # behind the metadata
+        if not text.startswith("---") or start == len("\n---") - 1:
+            return
+        body = text[start:].strip()
+        if body.startswith(_CARD_TITLES):
+            # sections that others have added stay
+            kept = body[body.index("\n## ") :] if "\n## " in body else ""
+        elif body.startswith("# Model Card for"):  # PEFT's draft
+            kept = ""
+        else:  # somebody's own text
+            return
+        card.write_text(f"{text[:start]}\n\n{self._card()}{kept}", encoding="utf-8")
 
     def _card(self) -> str:
         base = self.base_model_name_or_path or "the base model"
@@ -119,7 +132,7 @@ than h Heads", section 5.2).
 {first}
 from peft import AutoPeftModel
 
-model = AutoPeftModel.from_pretrained("path/or/name/of/this/adapter", import_allowlist=["hf_moa"])
+model = AutoPeftModel.from_pretrained("{ADAPTER_PLACE}", import_allowlist=["hf_moa"])
 ```
 
 `pip install hf-moa` brings it. Without it, load the base first, with `trust_remote_code=True`, and then

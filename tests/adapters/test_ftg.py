@@ -265,6 +265,21 @@ def test_card_says_what_it_is_and_how_to_load_it(tmp_path):
     assert str(tmp_path / "base") in card
 
 
+def test_text_that_others_wrote_stays_in_the_card(tmp_path):
+    card, model = tmp_path / "README.md", adapted("gpt2", "mae")
+    model.save_pretrained(tmp_path)
+    first = card.read_text()
+    card.write_text(first + "\n## Limits\n\nMine.\n")
+    model.save_pretrained(tmp_path)
+    assert card.read_text().count("## Limits\n\nMine.") == 1
+    assert card.read_text().count("# FTG adapter of") == 1
+    head = first[: first.index("# FTG adapter of")]
+    card.write_text(f"{head}# My adapter\n\nFor my cats.\n")
+    model.save_pretrained(tmp_path)
+    assert "# My adapter\n\nFor my cats." in card.read_text()
+    assert "# FTG adapter of" not in card.read_text()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,0 +1,127 @@
+"""`MoaTrainer` with `push_to_hub`: what each of `Trainer`'s strategies leaves on the hub."""
+
+import json
+
+import pytest
+from subjects import SUBJECTS
+
+# What `Trainer` writes with `torch.save`, the first into every folder: not weights, and loaded, if at
+# all, with `weights_only`.
+ARGUMENTS = "training_args.bin"
+STATES = {ARGUMENTS, "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+SAVES = ["Training in progress, step 1", "Training in progress, step 2"]
+STRATEGIES = {  # the messages of the commits, and the folders of checkpoints
+    "end": (["End of training"], set()),
+    "every_save": ([*SAVES, "End of training"], set()),
+    "checkpoint": (
+        [message + end for message in SAVES for end in ("", ", checkpoint")] + ["End of training"],
+        {"last-checkpoint"},
+    ),
+    "all_checkpoints": (
+        [message + end for message in SAVES for end in ("", ", checkpoint")] + ["End of training"],
+        {"checkpoint-1", "checkpoint-2"},
+    ),
+}
+BERT = SUBJECTS["bert"]
+PULL = {"auto": BERT.case.auto_name, "inputs": BERT.inputs()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategy_pushes_its_revisions(strategy, trained, hub, reader):
+    repository, run = trained(strategy)
+    messages, folders = STRATEGIES[strategy]
+    commits = hub.repositories[repository].history()[1:]
+    assert [commit.message for commit in commits] == messages
+    last = commits[-1].files
+    assert {path.rsplit("/", 1)[0] for path in last if "/" in path} == folders
+    assert not any("_unfinished" in path for commit in commits for path in commit.files)
+
+    pulled = reader.call("pull_model", repository=repository, **PULL)
+    assert pulled["logits"] == run["last"]["logits"]
+    assert (
+        reader.call("pull_tokenizer", repository=repository, text="a head")["class"] == "BertTokenizer"
+    )
+    if strategy != "end":
+        first = reader.call("pull_model", repository=repository, revision=commits[0].oid, **PULL)
+        assert first["logits"] == run["first"]["logits"] != run["last"]["logits"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_are_safetensors_and_pickles_are_the_trainers_own(strategy, trained, hub):
+    repository, _ = trained(strategy)
+    folders = STRATEGIES[strategy][1]
+    for commit in hub.repositories[repository].history()[1:]:
+        weights = {path for path in commit.files if "model" in path.rsplit("/", 1)[-1]}
+        assert {path for path in weights if not path.endswith((".py", ".json"))} == {
+            path for path in commit.files if path.endswith(".safetensors")
+        }
+        assert "model.safetensors" in commit.files
+        pickles = {path for path, blob in commit.files.items() if is_pickle(blob.content)}
+        there = {path.split("/")[0] for path in commit.files if "/" in path}
+        assert there <= folders
+        assert pickles == {ARGUMENTS} | {f"{folder}/{name}" for folder in there for name in STATES}
+
+
+def is_pickle(content):
+    """As `torch.save` and `pickle.dump` write it."""
+    return content.startswith((b"PK\x03\x04", b"\x80"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_revision_has_the_code_it_names(strategy, trained, hub, stranger):
+    """So that it loads where the package is not installed, also while the training goes on."""
+    repository, run = trained(strategy)
+    commits = hub.repositories[repository].history()[1:]
+    last = commits[-1].files
+    auto_map = json.loads(last["config.json"].content)["auto_map"]
+    assert {f"{target.split('.')[0]}.py" for target in auto_map.values()} <= last.keys()
+    for commit in commits:
+        assert code_of(commit) == code_of(commits[-1])
+    pulled = stranger.call(
+        "pull_model", repository=repository, revision=commits[0].oid, trust_remote_code=True, **PULL
+    )
+    expected = run["last"] if strategy == "end" else run["first"]
+    assert pulled["logits"] == expected["logits"]
+
+
+def code_of(commit):
+    return {
+        path: blob for path, blob in commit.files.items() if path.endswith(".py") and "/" not in path
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "checkpoint"),
+    [("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-1")],
+)
+def test_run_goes_on_elsewhere_bit_for_bit(strategy, checkpoint, trained, reader, tmp_path):
+    """From the hub's checkpoint, in a process that has nothing else of the run."""
+    repository, _ = trained(strategy)
+    unpickled = reader.call("unpickled")
+    resumed = reader.call(
+        "resume", repository=repository, checkpoint=checkpoint, folder=str(tmp_path / "resumed")
+    )
+    assert reader.call("unpickled") == unpickled  # the states are loaded with `weights_only`
+    assert resumed["steps"] == "4"
+    assert resumed == reader.call("train_through", folder=str(tmp_path / "whole"))
+
+
+def test_private_run_is_private(hub, owner, tmp_path):
+    arguments = {"strategy": "end", "hub_private_repo": True}
+    owner.call("train", repository="user/run-private", folder=str(tmp_path), **arguments)
+    assert hub.repositories["user/run-private"].private
+
+
+def test_run_of_an_adapter_pushes_the_adapter(hub, owner, reader, tmp_path):
+    base, repository = "user/run-base", "user/run-adapter"
+    plain = owner.call("push_model", family="bert", repository=base)
+    arguments = {"base": base, "repository": repository, "folder": str(tmp_path)}
+    adapted = owner.call("train_adapter", **arguments)
+    commits = hub.repositories[repository].history()[1:]
+    assert [commit.message for commit in commits] == STRATEGIES["every_save"][0]
+    for commit in commits:
+        weights = {path for path in commit.files if path.endswith(".safetensors")}
+        assert weights == {"adapter_model.safetensors"}
+    arguments = {"auto": BERT.peft_auto_name, "inputs": BERT.inputs()}
+    pulled = reader.call("pull_adapter_with_its_base", repository=repository, **arguments)
+    assert pulled["logits"] == adapted["logits"] != plain["logits"]
