@@ -8,6 +8,7 @@ trainer.train(resume_from_checkpoint=True)  # bit-exact, after however it ended
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from .gate_descent import (
     prepare_gates,
 )
 from .label_smoothing import smoothed_loss
+from .random_states import kept_random_states
 from .schedules import set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
 
@@ -198,6 +200,12 @@ class _GatedTraining:
     def _is_ddp(model: nn.Module) -> bool:
         model = getattr(model, "_orig_mod", model)
         return isinstance(model, DistributedDataParallel)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As in `Trainer`; but in the middle of training it uses up none of training's random numbers,
+        so that a run resumed after it draws the same."""
+        with kept_random_states() if self.is_in_train else nullcontext():
+            return super().evaluate(*args, **kwargs)
 
     # --- the loss ---------------------------------------------------------------------------------
 

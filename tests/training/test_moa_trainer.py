@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,36 @@ def test_resumption_is_bit_exact(variant, stop, tmp_path):
     assert_same(_tensors(resumed.model), _tensors(whole))
     assert_same(_optimizer_state(resumed), _optimizer_state(reference))
     assert resumed.lr_scheduler.state_dict() == reference.lr_scheduler.state_dict()
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5])
+def test_resumption_after_an_evaluation_is_bit_exact(stop, whole_with_evaluations, tmp_path):
+    """2 and 4 are the last updates of an epoch: the evaluation comes after the checkpoint there, and the
+    resumed run does not repeat it."""
+    whole, settings, folder = whole_with_evaluations
+    (tmp_path / "parts").mkdir()
+    shutil.copytree(folder / f"checkpoint-{stop}", tmp_path / "parts" / f"checkpoint-{stop}")
+    model = build("bert", dropout=True, seed=7, **VARIANTS["mae"])
+    resumed = trainer("bert", model, tmp_path / "parts", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert_same(_tensors(resumed.model), _tensors(whole.model))
+
+
+@pytest.fixture(scope="module")
+def whole_with_evaluations(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    settings = {
+        "num_train_epochs": 3,
+        "max_steps": -1,
+        "gate_every_n_epochs": 2,
+        "learning_rate": 1e-2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "epoch",
+    }
+    model = build("bert", dropout=True, **VARIANTS["mae"])
+    return run("bert", model, folder, **settings), settings, folder
 
 
 def _tensors(model):
