@@ -37,6 +37,11 @@ from hf_moa.training import (
     written_whole,
 )
 from hf_moa.training.arguments import noise_steps
+from hf_moa.training.auxiliary_losses import (
+    count_tokens,
+    has_auxiliary_losses,
+    weigh_auxiliary_loss,
+)
 from hf_moa.training.gate_choices import (
     check_mae_training,
     check_noise_steps,
@@ -207,6 +212,7 @@ class GatedTraining:
         labels = [batch["labels"][:, 1:] if self.shifts_labels else batch["labels"] for batch in batches]
         count = sum((each != IGNORE_INDEX).sum() for each in labels)
         count = accelerator.gather(count.to(accelerator.device).view(1)).sum()
+        self.gated_tokens = self._tokens_of_update(batches)
         self.model.train()
         epoch = args.gate_epoch(self.progress.epoch, self.progress.step)
         if self.descent is not None and self.descent.has_gate_steps(epoch):
@@ -249,6 +255,9 @@ class GatedTraining:
         if self.mae_training is not None:
             extra["output_expert_weights"] = True
         outputs = model(**batch, **extra)
+        if self.gated_tokens is not None:
+            share = self._tokens_of(batch).to(self.gated_tokens.device) / self.gated_tokens
+            weigh_auxiliary_loss(outputs, share)
         loss = outputs.loss
         if self.args.label_smoothing_factor:
             loss = smoothed_loss(
@@ -266,6 +275,16 @@ class GatedTraining:
         else:  # which divides by them
             accelerator.backward(loss * accelerator.gradient_accumulation_steps)
         return outputs, loss.detach()
+
+    def _tokens_of_update(self, batches: list[dict]) -> torch.Tensor | None:
+        """Of the update, over all processes: what the auxiliary losses are weighted by."""
+        if not has_auxiliary_losses(self.gated.config):
+            return None
+        counts = sum(self._tokens_of(batch) for batch in batches)
+        return self.accelerator.reduce(counts.to(self.accelerator.device), reduction="sum").clamp(min=1)
+
+    def _tokens_of(self, batch: dict) -> torch.Tensor:
+        return count_tokens(batch, is_encoder_decoder=self.gated.config.is_encoder_decoder)
 
     # --- logs and evaluation ----------------------------------------------------------------------
 

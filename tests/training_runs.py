@@ -32,12 +32,25 @@ def build(name, *, dropout=False, seed=0, **fields):
 
 
 def rows(name, count=8, length=12):
-    """Rows without padding: every part of a batch has its share of the tokens."""
+    """Rows without padding, all labelled."""
     ids, _ = batch(batch_size=count, length=length)
     ids[:, -1] = 1
     for b in range(count):
         row = {"input_ids": ids[b], "attention_mask": torch.ones(length, dtype=torch.long)}
         yield row | {"labels": torch.tensor(b % 3) if name == "bert" else ids[b].clone()}
+
+
+def uneven_rows(name, lengths=range(4, 12)):
+    """Rows of these lengths in turns (in a decoder too, but not at once), with few labels."""
+    for b, row in enumerate(rows(name)):
+        length = lengths[b % len(lengths)]
+        row["attention_mask"] = (torch.arange(12) < length).long()
+        if name != "bert":
+            last = lengths[-1 - b % len(lengths)] if name == "t5" else length
+            place = torch.arange(12)
+            is_labelled = (place % (1 + b % 3) == 0) & (place < last) | (place == last - 1)
+            row["labels"][~is_labelled] = -100
+        yield row
 
 
 def trainer(name, model, folder, *, trainer_class=MoaTrainer, data=None, **arguments):

@@ -35,6 +35,8 @@ GATING_OUTPUT_FIELDS = (
     "cct_gates",
     "cross_router_logits",
     "cross_expert_weights",
+    "encoder_aux_loss",
+    "decoder_aux_loss",
     "encoder_compute_fraction",
     "decoder_compute_fraction",
     "encoder_router_logits",

@@ -326,7 +326,9 @@ class GatedModel:
             loss: the task's loss, or None without labels.
             outputs: of the base model, or fields of an output; gets the `task_loss`.
             share: what part of the accumulated batch this call is, where the task's loss is
-                weighted so.
+                weighted so. By labels, which is all that `Trainer` tells: where rows have not as many
+                labels as tokens, accumulation changes the terms' weights a little (not under
+                `MoaTrainer`, which counts tokens).
         """
         aux_loss = outputs.get("aux_loss")  # absent in inference
         if loss is None or aux_loss is None or not self.training:

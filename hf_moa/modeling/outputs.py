@@ -30,6 +30,15 @@ from .budgets import Budget, BudgetControl
 from .cct_costs import budget_loss, compute_fraction
 from .configuration_gating import GATING_OUTPUT_FIELDS
 
+_OF_THE_BATCH = (
+    "aux_loss",
+    "encoder_aux_loss",
+    "decoder_aux_loss",
+    "aux_losses",
+    "expert_load",
+    "task_loss",
+)
+
 
 @dataclass
 class _WithAuxLoss(ModelOutput):
@@ -43,7 +52,7 @@ class _WithAuxLoss(ModelOutput):
         super().__post_init__()
         trains = self.aux_loss is not None and self.aux_loss.requires_grad
         if not trains and getattr(self, "loss", None) is None:
-            for name in ("aux_loss", "aux_losses", "expert_load", "task_loss"):
+            for name in _OF_THE_BATCH:
                 if name in self:
                     OrderedDict.__delitem__(self, name)
 
@@ -99,6 +108,7 @@ class GatingSeq2SeqOutput(_WithAuxLoss):
         aux_loss, aux_losses, compute_fraction, compute_cost: of both halves together: the encoder's
             share comes with `encoder_outputs`, where a call is given those instead of running it. The
             names in `aux_losses` and `expert_load` begin with `encoder_` or `decoder_`.
+        encoder_aux_loss, decoder_aux_loss: scalar, the summands of `aux_loss`.
         task_loss: scalar, where `loss` includes auxiliary terms: the loss without them.
         expert_load: by part of the layer, `[layers, N]`: each expert's share of the assignments.
         budget: `[B, 2]`, the (encoder, decoder) compute budgets of each sequence in this call.
@@ -117,6 +127,8 @@ class GatingSeq2SeqOutput(_WithAuxLoss):
     budget: Tensor | None = None
     compute_fraction: Tensor | None = None
     compute_cost: Tensor | None = None
+    encoder_aux_loss: Tensor | None = None
+    decoder_aux_loss: Tensor | None = None
     encoder_compute_fraction: Tensor | None = None
     decoder_compute_fraction: Tensor | None = None
     encoder_router_logits: tuple[Tensor, ...] | None = None
@@ -202,7 +214,7 @@ def merge_gating(encoder: ModelOutput, decoder: ModelOutput) -> dict[str, Any]:
     fields: dict[str, Any] = {
         f"{half}_{name}": getattr(outputs, name, None)
         for half, outputs in halves.items()
-        for name in ("compute_fraction", "router_logits", "expert_weights", "cct_gates")
+        for name in ("aux_loss", "compute_fraction", "router_logits", "expert_weights", "cct_gates")
     }
     for name in ("cross_router_logits", "cross_expert_weights"):
         fields[name] = decoder.get(name)

@@ -198,6 +198,28 @@ NO_DROPOUT = {
 }
 
 
+def test_accumulation_changes_no_gradient(arguments, monkeypatch, tmp_path):
+    """Padded rows of a translation model, the routers' z-loss included."""
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, lr, betas: torch.optim.SGD(groups, lr=lr))
+    shared = {
+        "attention_type": "moa",
+        "config_overrides": f"{OVERRIDES['translation']},{NO_DROPOUT['translation']},"
+        "router_z_loss_coef=1,router_balance_loss_coef=0",
+        "learning_rate": 1.0,
+        "max_grad_norm": 0,
+        "max_train_steps": 1,
+        "label_smoothing_factor": 0.1,
+    }
+    updated = []
+    for batch, accumulation in ((8, 1), (2, 4)):
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        values = arguments("translation", **shared | sizes, output_dir=tmp_path / f"{batch}")
+        run("translation", values)
+        updated.append(weights(values))
+    for name, tensor in updated[0].items():
+        torch.testing.assert_close(updated[1][name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", SCRIPTS)
 def test_two_processes_train_as_one(task, arguments, tmp_path):

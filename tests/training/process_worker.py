@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from scenarios import SCENARIOS, SETTINGS
-from training_runs import build, gates, trainer
+from training_runs import build, gates, trainer, uneven_rows
 
 
 def train(name: str, folder: Path) -> None:
@@ -20,6 +20,7 @@ def train(name: str, folder: Path) -> None:
         scenario.backbone,
         model,
         folder / name,
+        data=list(uneven_rows(scenario.backbone)) if scenario.uneven else None,
         per_device_train_batch_size=4,
         **SETTINGS | {"ddp_find_unused_parameters": False} | scenario.arguments,
     )

@@ -21,6 +21,7 @@ class Scenario:
     arguments: dict[str, Any] = field(default_factory=dict)
     compared: str = "all"
     moves_gates: bool = False
+    uneven: bool = False  # rows of several lengths
 
 
 # Small steps, so that the second update does not blow up the first one's rounding.
@@ -54,6 +55,14 @@ SCENARIOS = {
             "compared": "none",
         },
         "moa": {"fields": MOA, "arguments": {"router_global_balance": True}},
+        "moa-uneven": {  # a mean over the tokens of both processes
+            "fields": {
+                "attention_type": "moa",
+                "router_balance_loss_coef": 0.0,
+                "router_z_loss_coef": 1.0,
+            },
+            "uneven": True,
+        },
         "moa-noisy": {
             "fields": {**MOA, "router_type": "noisy_topk", "router_load_loss_coef": 0.1},
             "compared": "none",

@@ -7,7 +7,7 @@ import torch
 from launching import launch
 from safetensors.torch import load_file
 from scenarios import SCENARIOS, SETTINGS
-from training_runs import build, gates, run
+from training_runs import build, gates, run, uneven_rows
 
 HERE = Path(__file__).parent
 
@@ -31,6 +31,7 @@ def test_processes_end_with_the_same_model(name, trained, tmp_path):
         scenario.backbone,
         model,
         tmp_path,
+        data=list(uneven_rows(scenario.backbone)) if scenario.uneven else None,
         per_device_train_batch_size=8,
         **SETTINGS | scenario.arguments,
     )
