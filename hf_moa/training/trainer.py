@@ -7,9 +7,7 @@ trainer.train(resume_from_checkpoint=True)  # bit-exact, after however it ended
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import HubStrategy, has_length, rotate_checkpoints
+from transformers.trainer_utils import has_length, rotate_checkpoints
 from transformers.utils import logging
 
-from hf_moa.model_card import MeanExpertLoad, write_trainer_card
-from hf_moa.modeling.configuration_gating import GatingConfig
 from hf_moa.modeling.task_losses import next_token_labels, token_share
 
 from .arguments import (
@@ -30,12 +26,6 @@ from .arguments import (
     MoaSeq2SeqTrainingArguments,
     MoaTrainingArguments,
     noise_steps,
-)
-from .auxiliary_losses import (
-    count_tokens,
-    has_auxiliary_losses,
-    weigh_auxiliary_loss,
-    weighted_auxiliary_loss,
 )
 from .checkpoints import written_whole
 from .gate_choices import check_mae_training, check_noise_steps, choose_mae_training
@@ -46,7 +36,6 @@ from .gate_descent import (
     prepare_gates,
 )
 from .label_smoothing import smoothed_loss
-from .random_states import kept_random_states
 from .schedules import set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
 
@@ -73,13 +62,8 @@ class _GatedTraining:
         self._has_begun = False
         self._descent: BlockCoordinateDescent | None = None
         self._statistics = StepStatistics()
-        self._expert_load = MeanExpertLoad()
-        self.expert_load: dict[str, list[list[float]]] = {}  # of the last log, for the card
-        self.budget_rows: list[dict] = []  # of the last `evaluate_budgets`, for the card
         self._epoch = 0
         self._next_batches: tuple[list, Any] | None = None
-        self._tokens: Tensor | None = None  # of the accumulated batch, for the auxiliary losses
-        self._token_share: Tensor | None = None  # of the micro-batch
         self._loss_is_finite: Tensor | bool = True
         self._staged: Path | None = None
         self._pushes_later = False
@@ -136,11 +120,9 @@ class _GatedTraining:
             TrainingDivergedError: the loss or its gradients were not finite.
         """
         self._has_begun, self._descent, self._statistics = False, None, StepStatistics()
-        self._expert_load, self.expert_load, self.budget_rows = MeanExpertLoad(), {}, []
         try:
             return super().train(*args, **kwargs)
         finally:
-            self._tokens = None
             if self._descent is not None:
                 self._descent.finish()
 
@@ -159,31 +141,7 @@ class _GatedTraining:
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The micro-batches of the next update, which a G step sees first."""
         self._next_batches = super().get_batch_samples(*args, **kwargs)
-        self._tokens = self._count_tokens(self._next_batches[0])
         return self._next_batches
-
-    def _count_tokens(self, batches: list[dict]) -> Tensor | None:
-        """The tokens of an accumulated batch, over all processes; None where nothing is weighted by
-        them."""
-        config = getattr(self._gated_model(), "config", None)
-        is_whole = len(batches) == 1 and self.accelerator.num_processes == 1
-        # devices that share a batch each count their own part of it, or the same
-        shares = self.args.n_gpu * self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1
-        if not batches or is_whole or shares or not has_auxiliary_losses(config):
-            return None
-        counts = [self._tokens_of(batch) for batch in batches]
-        if any(count is None for count in counts):
-            return None
-        total = sum(count.to(self.args.device) for count in counts)
-        if self.accelerator.num_processes > 1:
-            total = self.accelerator.reduce(total, reduction="sum")
-        return total
-
-    def _tokens_of(self, batch: dict[str, Any]) -> Tensor | None:
-        if self.compute_loss_func is not None:  # which has the labels, and the model has not
-            batch = {name: value for name, value in batch.items() if name != "labels"}
-        config = self._gated_model().config
-        return count_tokens(batch, is_encoder_decoder=getattr(config, "is_encoder_decoder", False))
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -241,12 +199,6 @@ class _GatedTraining:
         model = getattr(model, "_orig_mod", model)
         return isinstance(model, DistributedDataParallel)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As in `Trainer`; but in the middle of training it uses up none of training's random numbers,
-        so that a run resumed after it draws the same."""
-        with kept_random_states() if self.is_in_train else nullcontext():
-            return super().evaluate(*args, **kwargs)
-
     # --- the loss ---------------------------------------------------------------------------------
 
     def compute_loss(
@@ -270,10 +222,6 @@ class _GatedTraining:
 
         def forward(**inputs: Any) -> Any:
             outputs = model(**inputs)
-            self._token_share = None
-            if model.training and self._tokens is not None and isinstance(outputs, dict):
-                self._token_share = self._share_of(inputs, num_items_in_batch)
-                weigh_auxiliary_loss(outputs, self._token_share)
             if epsilon:
                 if not isinstance(outputs, dict) or inputs.get("labels") is None:
                     raise ValueError(
@@ -293,18 +241,6 @@ class _GatedTraining:
 
         return super().compute_loss(forward, inputs, return_outputs, num_items_in_batch)
 
-    def _share_of(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
-        """A micro-batch's share of the accumulated batch's tokens, times what its loss will be divided
-        by."""
-        share = self._tokens_of(inputs).to(self._tokens.device) / self._tokens.clamp(min=1)
-        is_sum = self.compute_loss_func is not None
-        if num_items_in_batch is not None:
-            is_sum = is_sum or self.model_accepts_loss_kwargs
-        if not is_sum:  # a mean, whose mean over the micro-batches is taken
-            share = share * self.current_gradient_accumulation_steps
-        is_scaled = is_sum and num_items_in_batch is not None and self.args.average_tokens_across_devices
-        return share if is_scaled else share * self.accelerator.num_processes
-
     def _with_auxiliary_loss(self, loss_function: Callable) -> Callable:
         """A `compute_loss_func` of the user, and the auxiliary losses beside it."""
 
@@ -313,8 +249,6 @@ class _GatedTraining:
             aux_loss = outputs.get("aux_loss") if isinstance(outputs, dict) else None
             if aux_loss is None or not aux_loss.requires_grad:
                 return loss
-            if self._token_share is not None:
-                return loss + weighted_auxiliary_loss(outputs, self._token_share)
             if labels is not None and self._loss_shifts_labels:
                 labels = next_token_labels(labels)
             return loss + aux_loss.mean() * token_share(labels, num_items_in_batch)
@@ -332,7 +266,6 @@ class _GatedTraining:
         gated = self._gated_model()
         budgets = distinct_budgets(getattr(gated, "config", None))
         self._statistics.add_outputs(outputs, part_of_mean=part, budgets=budgets)
-        self._expert_load.add_outputs(outputs)
         if outputs.get("loss") is not None:
             self._statistics.latest["loss"] = outputs["loss"].detach().mean()
 
@@ -340,7 +273,6 @@ class _GatedTraining:
         """As in `Trainer`; training logs also carry what `StepStatistics` gathered."""
         if "loss" in logs:
             logs |= self._statistics.drain(self._sum_over_processes)
-            self.expert_load = self._expert_load.drain(self._sum_over_processes)
         super().log(logs, start_time)
 
     def _sum_over_processes(self, x: Tensor) -> Tensor:
@@ -401,7 +333,7 @@ class _GatedTraining:
                 self.state.save_to_json(str(staged / "trainer_state.json"))
         if self._pushes_later:
             self._pushes_later = False
-            self._push_whole_checkpoint(folder)
+            super()._push_from_checkpoint(str(folder))
         if self.args.should_save:
             rotate_checkpoints(
                 output_dir=str(folder.parent),
@@ -414,68 +346,14 @@ class _GatedTraining:
         # uploads go on in the background, under the name that the folder will have
         self._pushes_later = True
 
-    def _push_whole_checkpoint(self, folder: Path) -> None:
-        # `Trainer` pushes a checkpoint's weights and configuration, but not the code that this names
-        if self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END:
-            for code in folder.glob("*.py"):
-                shutil.copy(code, self.args.output_dir)
-        super()._push_from_checkpoint(str(folder))
-
-    # --- the model card ---------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in `Trainer`; and the user's call writes a gated model's card beside the model.
-        (Checkpoints have none.)"""
-        super().save_model(output_dir, _internal_call)
-        if not _internal_call and self._has_card():
-            write_trainer_card(self, self.args.output_dir if output_dir is None else output_dir)
-
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ) -> None:
-        """Write the card of a gated model, or of an adapter of one, to `args.output_dir`: see
-        `hf_moa.model_card.trainer_card`. Any other model has that of `Trainer`.
-
-        Raises:
-            ValueError: `license` is none of the Hub's identifiers.
-        """
-        facts = {
-            "language": language,
-            "license": license,
-            "tags": tags,
-            "model_name": model_name,
-            "finetuned_from": finetuned_from,
-            "tasks": tasks,
-            "dataset_tags": dataset_tags,
-            "dataset": dataset,
-            "dataset_args": dataset_args,
-        }
-        if not isinstance(getattr(self._gated_model(), "config", None), GatingConfig):
-            super().create_model_card(**facts)
-        elif self._has_card():
-            write_trainer_card(self, self.args.output_dir, **facts)
-
-    def _has_card(self) -> bool:
-        config = getattr(self._gated_model(), "config", None)
-        return self.is_world_process_zero() and isinstance(config, GatingConfig)
-
 
 class MoaTrainer(_GatedTraining, Trainer):
     """`Trainer` for gated models (and any other).
 
     It adds: block coordinate descent for MAE; the schedule of CCT's noise; logs of loss parts, compute,
     gate entropy and expert load, to whatever `report_to` names (`StepStatistics`); label smoothing that
-    keeps the auxiliary losses; checkpoints that are whole or not there; an end to a run that diverges;
-    and the card of a gated model, where `save_model` is called and on every push.
+    keeps the auxiliary losses; checkpoints that are whole or not there; and an end to a run that
+    diverges.
 
     Args:
         model, and all others: as in `Trainer`.
