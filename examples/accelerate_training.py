@@ -42,6 +42,12 @@ from hf_moa.training.auxiliary_losses import (
     has_auxiliary_losses,
     weigh_auxiliary_loss,
 )
+from hf_moa.training.divergence import (
+    NO_LABELS,
+    lacks_labels,
+    named_losses,
+    what_is_not_finite,
+)
 from hf_moa.training.gate_choices import (
     check_mae_training,
     check_noise_steps,
@@ -213,6 +219,7 @@ class GatedTraining:
         count = sum((each != IGNORE_INDEX).sum() for each in labels)
         count = accelerator.gather(count.to(accelerator.device).view(1)).sum()
         self.gated_tokens = self._tokens_of_update(batches)
+        self.count, self.is_finite = count, torch.ones((), dtype=torch.bool, device=accelerator.device)
         self.model.train()
         epoch = args.gate_epoch(self.progress.epoch, self.progress.step)
         if self.descent is not None and self.descent.has_gate_steps(epoch):
@@ -225,6 +232,8 @@ class GatedTraining:
                 )
             except NonFiniteGradientError as error:
                 self._stop_diverged(str(error))
+        elif self.descent is not None:
+            self.descent.forget_gate_step()
         for i, batch in enumerate(batches):
             is_last = i == len(batches) - 1
             accelerator.gradient_state._set_sync_gradients(is_last)
@@ -236,12 +245,14 @@ class GatedTraining:
             self.tokens += _num_tokens(batch)
         self.updates_since_log += 1
         norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm or float("inf"))
-        if norm is not None and not math.isfinite(float(norm)):
-            # a scaler skips updates of infinite gradients, but not of an infinite loss
-            if getattr(accelerator, "scaler", None) is None:
-                self._stop_diverged(f"The norm of the gradients is {float(norm)}.")
-            if not math.isfinite(float(self._sum(self.loss.double().cpu()))):
-                self._stop_diverged("The loss is infinite or no number.")
+        found = what_is_not_finite(
+            norm,
+            self.is_finite & self.loss.isfinite(),
+            sum_over_processes=self._sum,
+            scales=getattr(accelerator, "scaler", None) is not None,
+        )
+        if found is not None:
+            self._stop_diverged(found)
         self.optimizer.step()
         if not self.optimizer.step_was_skipped:
             self.scheduler.step()
@@ -268,6 +279,8 @@ class GatedTraining:
                 num_items_in_batch=count,
             )
         outputs["loss"] = loss.detach()
+        self.is_finite = self.is_finite & loss.detach().isfinite()
+        self.statistics.note_losses(outputs)
         # data parallelism takes the mean over the processes, whose losses add up
         loss = loss * accelerator.num_processes
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -355,12 +368,16 @@ class GatedTraining:
 
     def _stop_diverged(self, found: str) -> None:
         folder = self.output_dir / f"diverged-{self.progress.step}"
+        if self.descent is not None:
+            self.descent.take_gate_step_back()
         self._write_model(folder)
-        parts = ", ".join(f"{name} {float(x):.4g}" for name, x in self.statistics.latest.items())
+        where = f"at step {self.progress.step} (epoch {self.progress.epoch})"
+        saved = f"The model with the parameters that it had before this update is in {folder}."
+        if lacks_labels([], self.count):
+            raise TrainingDivergedError(f"Training stopped {where}. {NO_LABELS} {saved}")
         raise TrainingDivergedError(
-            f"Training diverged at step {self.progress.step} (epoch {self.progress.epoch}). {found} "
-            f"Last losses: {parts or 'none'}. The model as it was before is in {folder}. Try a lower "
-            "learning_rate or gate_learning_rate, or more num_warmup_steps."
+            f"Training diverged {where}. {found} Last losses: {named_losses(self.statistics.latest)}. "
+            f"{saved} Try a lower learning_rate or gate_learning_rate, or more num_warmup_steps."
         )
 
     # --- checkpoints ------------------------------------------------------------------------------

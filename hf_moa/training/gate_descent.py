@@ -110,6 +110,7 @@ class BlockCoordinateDescent:
         self.model = model
         self.gate_every_n_epochs = gate_every_n_epochs
         self.optimizer = None
+        self._before: list[torch.Tensor] | None = None  # the gates, before their last step
         if gate_every_n_epochs is not None:
             check_gate_every_n_epochs(gate_every_n_epochs)
             model.set_mae_phase("gate")  # which knows what it needs
@@ -138,6 +139,7 @@ class BlockCoordinateDescent:
             NonFiniteGradientError: the gradients are not finite (and no scaler takes care of that).
             RuntimeError: a gate got no gradient.
         """
+        self._before = None
         self.model.set_mae_phase("gate")
         try:
             for batch in batches:
@@ -152,6 +154,7 @@ class BlockCoordinateDescent:
                 "`backward` must run the model on every batch, and reduce what is sharded."
             )
         _average_over_processes(parameters)
+        before = [p.detach().clone() for p in parameters]
         if scaler is not None:
             scaler.step(self.optimizer)
             scaler.update()
@@ -162,6 +165,21 @@ class BlockCoordinateDescent:
                 raise NonFiniteGradientError(f"The norm of the gates' gradients is {float(norm)}.")
             self.optimizer.step()
         self.optimizer.zero_grad()
+        self._before = before
+
+    def forget_gate_step(self) -> None:
+        """Another update begins, without a G step: there is none to take back."""
+        self._before = None
+
+    @torch.no_grad()
+    def take_gate_step_back(self) -> None:
+        """Put the gates back to where they were before the G step of this update, if it had one."""
+        if self._before is None:
+            return
+        parameters = self.optimizer.param_groups[0]["params"]
+        for parameter, before in zip(parameters, self._before, strict=True):
+            parameter.copy_(before)
+        self._before = None
 
     def finish(self) -> None:
         """Leave the model in the phase "mixture"."""

@@ -26,7 +26,7 @@ class StepStatistics:
     def __init__(self):
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
-        self.latest: dict[str, Tensor] = {}
+        self.latest: dict[str, Tensor] = {}  # losses of the last micro-batch
 
     def add(self, name: str, total: Tensor, weight: Tensor | float = 1.0) -> None:
         """Add a scalar, the sum of `weight` values, to the mean of that name."""
@@ -45,12 +45,10 @@ class StepStatistics:
                 its loss: 1 / their number. None where each is a mean of its own.
             budgets: the distinct budgets of a CCT model, as its outputs give them.
         """
-        self.latest = {}
-        for name, loss in (outputs.get("aux_losses") or {}).items():
-            self.latest[name] = loss.detach().mean()
+        self.note_losses(outputs)
+        for name in outputs.get("aux_losses") or {}:
             self.add(name, self.latest[name])
-        if outputs.get("task_loss") is not None:
-            self.latest["task_loss"] = outputs["task_loss"].detach().mean()
+        if "task_loss" in self.latest:
             self.add("task_loss", self.latest["task_loss"], part_of_mean or 1.0)
         if budgets is not None and outputs.get("budget") is not None:
             self._add_compute(outputs["compute_fraction"], outputs["budget"], budgets)
@@ -60,6 +58,12 @@ class StepStatistics:
                      "cross_expert_weights"):  # fmt: skip
             if outputs.get(name) is not None:
                 self._add_entropy(name.replace("expert_weights", "gate_entropy"), outputs[name])
+
+    def note_losses(self, outputs: Any) -> None:
+        """Keep the losses of one micro-batch as the `latest`; the means do not count them."""
+        named = {**(outputs.get("aux_losses") or {})}
+        named |= {name: outputs.get(name) for name in ("task_loss", "loss")}
+        self.latest = {name: x.detach().mean() for name, x in named.items() if x is not None}
 
     def _add_compute(self, fraction: Tensor, budget: Tensor, budgets: list) -> None:
         rows = budget.view(len(fraction), -1)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from families import CASE
-from training_runs import CLASSES, PLAIN_SGD, assert_same, build, rows, run, trainer
+from safetensors.torch import load_file
+from training_runs import CLASSES, PLAIN_SGD, assert_same, build, gates, rows, run, trainer
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -424,6 +426,7 @@ def test_divergence_stops_after_saving(variant, tmp_path):
     made.push_to_hub = lambda *a, **k: pytest.fail("pushed")
     with pytest.raises(TrainingDivergedError, match=r"step 2 .*learning_rate") as error:
         made.train()
+    assert math.isnan(_losses_in(error.value)["loss"])
     if variant != "mha":
         assert ("gate" if variant.startswith("mae") else "router_z_loss") in str(error.value)
     now = {k: v for k, v in _tensors(model).items() if "noise_scale" not in k}
@@ -432,6 +435,80 @@ def test_divergence_stops_after_saving(variant, tmp_path):
     assert (folder / "model.safetensors").exists()
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 2
     assert get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+def _losses_in(message):
+    found = re.search(r"Last losses: (.*?)\. The model", str(message)).group(1)
+    return {name: float(value) for name, value in (each.rsplit(" ", 1) for each in found.split(", "))}
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_loss_that_is_not_finite_stops_a_run_whatever_its_gradients(value, tmp_path):
+    """A constant, which has none."""
+    made = trainer("bert-lm", build("bert-lm"), tmp_path, gradient_accumulation_steps=2)
+    losses = made.compute_loss
+    made.compute_loss = lambda *args, **kwargs: losses(*args, **kwargs) + float(value)
+    with pytest.raises(TrainingDivergedError, match=r"The loss is infinite or no number\. Last"):
+        made.train()
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_divergence_in_a_gate_step_names_its_own_losses(step, tmp_path):
+    model = build("bert", attention_type="mae", cct_budgets=[1, 0.5])
+    made = trainer(
+        "bert", model, tmp_path, max_steps=2, train_sampling_strategy="sequential", learning_rate=0.1
+    )
+    seen = []
+
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                gate = next(p for name, p in model.named_parameters() if ".mixture.gate." in name)
+                gate.register_hook(lambda gradient: gradient * float("nan"))
+                model.register_forward_hook(lambda *call: seen.append(call[-1]))
+
+    made.add_callback(Poison())
+    with pytest.raises(TrainingDivergedError, match=f"in a G step at step {step} ") as error:
+        made.train()
+    (outputs,) = seen
+    expected = {
+        "budget_loss": outputs.aux_losses["budget_loss"],
+        "task_loss": outputs.task_loss,
+        "loss": outputs.loss,
+    }
+    assert _losses_in(error.value) == {
+        name: pytest.approx(loss.item(), rel=1e-3) for name, loss in expected.items()
+    }
+
+
+def test_gates_of_a_diverged_run_are_those_before_the_update(tmp_path):
+    """Though the update's G step had moved them already."""
+    model = build("bert", attention_type="mae")
+    before, moved = gates(model), []
+
+    def diverge(*call):
+        if model.mae_phase == "expert":
+            moved.append(any(not torch.equal(p, before[name]) for name, p in gates(model).items()))
+            return call[-1] * float("nan")
+        return None
+
+    model.bert.embeddings.LayerNorm.register_forward_hook(diverge)
+    with pytest.raises(TrainingDivergedError, match="parameters that it had before this update"):
+        run("bert", model, tmp_path)
+    assert moved == [True]
+    saved = load_file(tmp_path / "diverged-0" / "model.safetensors")
+    assert_same({name: saved[name] for name in before}, before)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("training", ["bcd", "joint"])
+def test_batch_without_labels_is_told_apart(name, training, tmp_path):
+    data = [row | {"labels": torch.full_like(row["labels"], -100)} for row in rows(name)]
+    made = trainer(name, build(name, attention_type="mae"), tmp_path, data=data, mae_training=training)
+    with pytest.raises(TrainingDivergedError, match=r"no label to learn from.*diverged-0") as error:
+        made.train()
+    assert "learning_rate" not in str(error.value)
+    assert (tmp_path / "diverged-0" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
