@@ -21,7 +21,7 @@ import memory
 import moa
 import torch
 import transformers
-from tables import Table, conditions, summary
+from tables import Table, conditions, merged, summary
 
 BENCHMARKS = {
     "mae": mae.measure,
@@ -30,6 +30,9 @@ BENCHMARKS = {
     "decoding": decoding.measure,
     "memory": memory.measure,
 }
+# Okabe and Ito's colours, told apart in grey by their marks
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -71,7 +74,7 @@ def write(folder: Path, heading: str, where: dict, tables: list[Table]) -> None:
 
 
 def draw(path: Path, tables: list[Table]) -> None:
-    """The ratios of all tables; 1 is the first candidate of each."""
+    """The ratios to the first candidate, a row for each table."""
     try:
         import matplotlib
     except ImportError:
@@ -80,18 +83,24 @@ def draw(path: Path, tables: list[Table]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [(table, result) for table in tables for result in table.results[1:]]
-    figure, axis = pyplot.subplots(figsize=(9, 0.19 * len(rows) + 1), layout="constrained")
-    colours = dict(zip(BENCHMARKS, ("#0072B2", "#009E73", "#D55E00", "#E69F00", "#666666"), strict=True))
-    axis.barh(
-        range(len(rows)),
-        [result.ratio for _, result in rows],
-        color=[colours[table.group] for table, _ in rows],
-    )
-    axis.set_yticks(range(len(rows)), [f"{b.title}: {t.name}" for b, t in rows], fontsize=6)
-    axis.invert_yaxis()
-    axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_xlabel("time or memory / that of the plain layer or model")
+    panels = merged(tables)
+    heights = [1.0 + 0.24 * len(rows) for rows in panels]
+    figure = pyplot.figure(figsize=(9, sum(heights)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, rows in zip(axes, panels, strict=True):
+        names = [result.name for result in rows[0].results]
+        for index, name in enumerate(names[1:]):
+            ratios = [table.results[index + 1].ratio for table in rows]
+            colour, mark = COLOURS[index % len(COLOURS)], MARKS[index % len(MARKS)]
+            axis.plot(ratios, range(len(rows)), linestyle="", marker=mark, color=colour, label=name)
+        axis.set_yticks(range(len(rows)), [table.title for table in rows], fontsize=7)
+        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.grid(alpha=0.3)
+        axis.set_xlabel(
+            f"{'memory' if rows[0].unit == 'MB' else 'time'} / that of {names[0]}", fontsize=8
+        )
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path)
     pyplot.close(figure)
 

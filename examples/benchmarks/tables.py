@@ -36,15 +36,21 @@ class Table:
         return asdict(self)
 
 
+def merged(tables: list[Table]) -> list[list[Table]]:
+    """Those of the same benchmark, candidates and unit together."""
+    found: dict[tuple, list[Table]] = {}
+    for table in tables:
+        names = tuple(result.name for result in table.results)
+        found.setdefault((table.group, table.unit, names), []).append(table)
+    return list(found.values())
+
+
 def summary(tables: list[Table]) -> str:
     """Tables of the same candidates as one, a row each: the first candidate's value, and the others'
     ratios to it."""
-    merged: dict[tuple, list[Table]] = {}
-    for table in tables:
-        names = tuple(result.name for result in table.results)
-        merged.setdefault((table.group, table.unit, names), []).append(table)
     parts = []
-    for (_, unit, names), rows in merged.items():
+    for rows in merged(tables):
+        unit, names = rows[0].unit, [result.name for result in rows[0].results]
         spread = [] if rows[0].results[0].spread is None else ["± %"]
         head = ["", f"{names[0]}, {unit}", *spread, *names[1:]]
         lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
