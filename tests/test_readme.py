@@ -48,7 +48,7 @@ def test_commands_of_the_readme_run(local_readme, tmp_path, monkeypatch, capsys)
     from hf_moa.cli import main
 
     commands = re.findall(r"^hf-moa ([^#\n]*)", local_readme, flags=re.MULTILINE)
-    assert {command.split()[0] for command in commands} == {"upcycle", "analyze", "benchmark"}
+    assert {command.split()[0] for command in commands} == {"upcycle", "analyze", "benchmark", "card"}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\nthe head of a head\t1\nattention\t0\n")
     for command in commands:
