@@ -390,6 +390,8 @@ class GatedTraining:
             if self.accelerator.is_main_process:
                 (folder / "progress.json").write_text(json.dumps(asdict(self.progress)))
                 self.tokenizer.save_pretrained(folder)
+                if self.accelerator.distributed_type == DistributedType.FSDP:
+                    self.gated.save_config(folder)  # shards come without
         limit = self.args.checkpoints_total_limit
         if limit is not None and self.accelerator.is_main_process:
             keep = max(limit, self.args.average_checkpoints)

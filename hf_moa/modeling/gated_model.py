@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils.import_utils import is_tracing
 
 from .budgets import Budget, BudgetControl
@@ -22,6 +25,11 @@ from .gate_norm import GateBatchNorm
 from .mae import EXPERT_SELECTIONS, MAE_PHASES, MaeGate, MixtureOfHeads
 from .moe import FeedForwardExperts
 from .routing import TopKRouter
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError:  # torch without distributed training
+    FSDPModule = None
 
 with suppress(ImportError):  # where PEFT is missing, which only adapters need
     from .ftg_model import FTGModel  # noqa: F401 - PEFT then knows the method
@@ -189,6 +197,38 @@ class GatedModel:
                 module.is_global = gate_norm
             elif isinstance(module, TopKRouter) and router_balance is not None:
                 module.balances_globally = router_balance
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, also where FSDP version 2 shards the model: configuration and code are
+        those of the model's own class."""
+        with self._of_its_own_class():
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    def save_config(self, save_directory: str | os.PathLike) -> None:
+        """Write what `save_pretrained` does without the weights: configuration and code. Sharded weights
+        beside them need only be merged."""
+        with self._of_its_own_class():
+            self.config.architectures = [type(self).__name__]
+            self.config.dtype = str(self.dtype).removeprefix("torch.")
+            os.makedirs(save_directory, exist_ok=True)
+            if self.is_remote_code():
+                custom_object_save(self, save_directory, config=self.config)
+            self.config.save_pretrained(save_directory)
+            if self.can_generate():
+                self.generation_config.save_pretrained(save_directory)
+
+    @contextmanager
+    def _of_its_own_class(self) -> Iterator[None]:
+        """Without the class that FSDP version 2 has put before the model's, and whose module and name
+        transformers would save."""
+        sharded = type(self)
+        self.__class__ = next(
+            each for each in sharded.__mro__ if not (FSDPModule and issubclass(each, FSDPModule))
+        )
+        try:
+            yield
+        finally:
+            self.__class__ = sharded
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs

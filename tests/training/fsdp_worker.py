@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from training_runs import build, gates, trainer
 
+from hf_moa.training import TrainingDivergedError
+
 LAYERS = {"gpt2": "MoaGPT2Block", "bert": "MoaBertLayer"}
 MODELS = {
     "gpt2": {"attention_type": "mae"},
@@ -34,7 +36,7 @@ def shard_on_the_cpu() -> None:
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=[os.environ["FSDP_LAYER"]],
             cpu_ram_efficient_loading=False,
-            state_dict_type="SHARDED_STATE_DICT",
+            state_dict_type=os.environ.get("FSDP_STATE_DICT", "SHARDED_STATE_DICT"),
         )
         initialise(self, *args, fsdp_plugin=plugin, **kwargs)
         if self.distributed_type == DistributedType.MULTI_CPU:
@@ -68,7 +70,29 @@ def train(name: str, folder: Path) -> None:
         moved = [key for key in before if not before[key].equal(whole[key])]
         assert bool(moved) == bool(before), name
         save_file({k: v.clone() for k, v in whole.items()}, folder / f"{name}.safetensors")
-        model.config.save_pretrained(folder / name)
+    dist.barrier()
+
+
+def save_whole(folder: Path) -> None:
+    """A model that `Trainer` gathers, as `FULL_STATE_DICT` asks for."""
+    os.environ["FSDP_LAYER"], os.environ["FSDP_STATE_DICT"] = LAYERS["gpt2"], "FULL_STATE_DICT"
+    state.AcceleratorState._reset_state()
+    made = trainer("gpt2", build("gpt2", **MODELS["gpt2"]), folder / "whole")
+    made.train()
+    made.save_model(str(folder / "whole"))
+    dist.barrier()
+
+
+def diverge(folder: Path) -> None:
+    """In the first G step; with checkpoints that would be sharded."""
+    os.environ["FSDP_LAYER"] = LAYERS["gpt2"]
+    state.AcceleratorState._reset_state()
+    model = build("gpt2", **MODELS["gpt2"])
+    model.transformer.wte.register_forward_hook(lambda *call: call[-1] * float("nan"))
+    try:
+        trainer("gpt2", model, folder / "diverging").train()
+    except TrainingDivergedError as error:
+        (folder / f"message-{dist.get_rank()}").write_text(str(error))
     dist.barrier()
 
 
@@ -76,4 +100,6 @@ if __name__ == "__main__":
     shard_on_the_cpu()
     for each in MODELS:
         train(each, Path(sys.argv[1]))
+    diverge(Path(sys.argv[1]))
+    save_whole(Path(sys.argv[1]))
     dist.destroy_process_group()

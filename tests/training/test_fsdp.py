@@ -1,5 +1,9 @@
 """FSDP version 2 on two processes: block coordinate descent, sharded checkpoints, whole models."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,9 +26,8 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sharded_checkpoint_loads_whole_in_one_process(name, trained):
-    folder = trained / name
-    shards = folder / "checkpoint-2" / "pytorch_model_fsdp_0"
-    merge_fsdp_weights(str(shards), str(folder), safe_serialization=True)
+    folder = trained / name / "checkpoint-2"
+    merge_fsdp_weights(str(folder / "pytorch_model_fsdp_0"), str(folder), safe_serialization=True)
     case = CLASSES[name.split("-")[0]]
     model, report = case.gated.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
@@ -33,6 +36,48 @@ def test_sharded_checkpoint_loads_whole_in_one_process(name, trained):
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[key]), key
     assert torch.isfinite(model(**case.inputs())[0]).all()
+
+
+_WITHOUT_THE_PACKAGE = """
+import sys
+
+sys.modules["hf_moa"] = None  # an import of it fails, as if it were not installed
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(model).__name__ == "MoaGPT2LMHeadModel", type(model)
+"""
+
+
+@pytest.mark.parametrize("saved", ["whole", "diverging/diverged-0", "gpt2/checkpoint-2"])
+def test_configuration_and_code_are_those_of_one_process(saved, trained, tmp_path):
+    model = build("gpt2", **MODELS["gpt2"])
+    model.config.use_cache = False  # as `Trainer` has it
+    model.save_pretrained(tmp_path)
+    folder = trained / saved
+    names = {path.name for path in tmp_path.iterdir()} - {"model.safetensors"}
+    assert names <= {path.name for path in folder.iterdir()}
+    assert {path.name for path in folder.glob("*.py")} == {name for name in names if ".py" in name}
+    for name in names:
+        assert (folder / name).read_text() == (tmp_path / name).read_text(), name
+    if "checkpoint" not in saved:
+        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+        subprocess.run(
+            [sys.executable, "-c", _WITHOUT_THE_PACKAGE, str(folder)],
+            env=environment, check=True, cwd=tmp_path,
+        )  # fmt: skip
+
+
+def test_diverged_run_is_saved_whole(trained):
+    expected = "diverged in a G step at step 0 .*The model with the parameters .*diverging/diverged-0"
+    for rank in range(2):
+        message = (trained / f"message-{rank}").read_text()
+        assert re.search(expected, message), message
+    folder = trained / "diverging" / "diverged-0"
+    assert (folder / "trainer_state.json").is_file()
+    model = CLASSES["gpt2"].gated.from_pretrained(folder)
+    for key, tensor in build("gpt2", **MODELS["gpt2"]).state_dict().items():
+        assert torch.equal(model.state_dict()[key], tensor), key
 
 
 @pytest.mark.parametrize("name", STANDING)
