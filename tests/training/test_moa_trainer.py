@@ -609,6 +609,31 @@ def test_model_init_trains_anew(tmp_path):
         made.train()
 
 
+def test_search_goes_on_after_a_trial_that_diverges(tmp_path):
+    optuna = pytest.importorskip("optuna")
+    arguments = MoaTrainingArguments(
+        str(tmp_path), max_steps=2, max_grad_norm=0.0, use_cpu=True, report_to="none",
+        save_strategy="no", eval_strategy="steps", eval_steps=2, disable_tqdm=True,
+    )  # fmt: skip
+    made = MoaTrainer(
+        model_init=lambda: build("bert", attention_type="mae"),
+        args=arguments,
+        train_dataset=list(rows("bert")),
+        eval_dataset=list(rows("bert")),
+    )
+    rates = [1e-4, 1e-3, 1e30]
+    best = made.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates)},
+        sampler=optuna.samplers.GridSampler({"learning_rate": rates}, seed=0),
+        n_trials=3,
+        backend="optuna",
+    )
+    assert best.hyperparameters["learning_rate"] < 1
+    (diverged,) = tmp_path.glob("run-*/diverged-*/model.safetensors")
+    assert diverged.parents[1].name != f"run-{best.run_id}"
+    assert not list(tmp_path.glob("diverged-*"))
+
+
 def test_seq2seq_trainer_generates(tmp_path):
     model = build("t5", attention_type="mae")
     made = trainer("t5", model, tmp_path, trainer_class=MoaSeq2SeqTrainer, predict_with_generate=True)
