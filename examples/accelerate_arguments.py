@@ -11,6 +11,7 @@ from gating_arguments import optional
 from transformers import SchedulerType
 
 from hf_moa.training.arguments import GateTrainingArguments
+from hf_moa.training.checkpoints import discard_unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ class AccelerateArguments(GateTrainingArguments, _RunArguments):
 
 
 def make_accelerator(args: AccelerateArguments) -> Accelerator:
-    """The processes of this run, seeded, with logs from the first one alone."""
+    """The processes of this run, seeded, with logs from the first one alone; and `output_dir` without
+    what a killed run left unfinished there."""
     accelerator = Accelerator(
         cpu=args.use_cpu,
         mixed_precision=args.mixed_precision,
@@ -108,4 +110,7 @@ def make_accelerator(args: AccelerateArguments) -> Accelerator:
     )
     logger.info(accelerator.state)
     set_seed(args.seed)
+    if accelerator.is_main_process:  # a checkpoint that a killed run was about to replace comes back
+        discard_unfinished(args.output_dir)
+    accelerator.wait_for_everyone()
     return accelerator

@@ -417,8 +417,7 @@ class GatedTraining:
         self.accelerator.load_state(str(folder))
         self.progress = found
         if self.accelerator.is_main_process and log.is_file():  # what comes after will come again
-            lines = log.read_text().splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= found.step]
+            kept = [line for line in log.read_text().splitlines() if _step_of(line) <= found.step]
             log.write_text("".join(f"{line}\n" for line in kept))
         logger.info(f"Resuming from {folder}.")
 
@@ -483,6 +482,14 @@ def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> 
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+def _step_of(line: str) -> float:
+    """The update that a line of the log is about; of one that a kill cut short, none that was."""
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:
+        return math.inf
 
 
 def _num_tokens(batch: dict) -> torch.Tensor | int:

@@ -277,6 +277,21 @@ run_clm_no_trainer.main({command_line(values)!r})
         assert torch.equal(tensor, expected[name]), name
 
 
+def test_residues_of_a_kill_do_not_stop_the_resumed_run(arguments, tmp_path):
+    """Between the renames of a replaced checkpoint, and in the middle of a line of the log."""
+    values = arguments("clm", checkpointing_steps=2)
+    run("clm", values)
+    out = tmp_path / "out"
+    shutil.rmtree(out / "step_4")
+    (out / "_unfinished").mkdir()
+    os.rename(out / "step_2", out / "_unfinished" / "replaced-step_2")
+    (out / "log.jsonl").write_text((out / "log.jsonl").read_text()[:-20])
+    run("clm", values | {"resume_from_checkpoint": "latest"})
+    assert [entry["step"] for entry in log(values)] == [1, 2, 3, 4]
+    assert {path.name for path in out.glob("*_*")} >= {"step_2", "step_4"}
+    assert not (out / "_unfinished").exists()
+
+
 def test_last_metrics_are_those_of_the_saved_model(arguments, tmp_path):
     """Whatever was evaluated on the way; and of a finished run that is started again."""
     values = arguments("clm", attention_type="mae", eval_steps=3, checkpointing_steps=2)

@@ -406,6 +406,19 @@ def test_killed_run_goes_on_from_its_last_whole_checkpoint(method, after, tmp_pa
     assert not (folder / "_unfinished").exists()
 
 
+def test_run_killed_between_two_renames_goes_on(tmp_path):
+    """The old checkpoint has made way, and the new one has not its name yet."""
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    run("bert", build("bert"), tmp_path, max_steps=2, **settings)
+    staged = stage(tmp_path / "checkpoint-2")
+    os.replace(tmp_path / "checkpoint-2", staged.parent / "replaced-checkpoint-2")
+    resumed = trainer("bert", build("bert"), tmp_path, max_steps=3, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert not (tmp_path / "_unfinished").exists()
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
