@@ -21,6 +21,7 @@ class Progress:
     batches_in_epoch: int = 0
     tokens: int = 0
     rows_per_update: tuple[int, int, int] = (0, 0, 0)  # in a batch, in how many, on how many processes
+    seed: int | None = None
 
 
 def checkpoint_to_resume(args: AccelerateArguments) -> Path | None:

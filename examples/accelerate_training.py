@@ -122,7 +122,8 @@ class GatedTraining:
                 args.per_device_train_batch_size,
                 args.gradient_accumulation_steps,
                 accelerator.num_processes,
-            )
+            ),
+            seed=args.seed,
         )
         self._check_averaging(updates_per_epoch)
         self.statistics = StepStatistics()
@@ -414,6 +415,12 @@ class GatedTraining:
                 f"processes must be those of the run to resume, {found.rows_per_update} (got "
                 f"{self.progress.rows_per_update}): otherwise its place in the data is lost."
             )
+        if found.seed not in (None, self.args.seed):
+            raise ValueError(
+                f"`seed` must be that of the run to resume, {found.seed} (got {self.args.seed}): the "
+                "order of the data follows from it."
+            )
+        found.seed = self.args.seed  # where an older checkpoint has none
         self.accelerator.load_state(str(folder))
         self.progress = found
         if self.accelerator.is_main_process and log.is_file():  # what comes after will come again

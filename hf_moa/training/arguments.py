@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -72,8 +73,14 @@ class GateTrainingArguments:
             raise ValueError(f"mae_training must be {choices} or None (got {self.mae_training!r}).")
         check_gate_every_n_epochs(self.gate_every_n_epochs)
         check_gate_learning_rate(self.gate_learning_rate)
-        if self.gate_epoch_steps is not None and self.gate_epoch_steps < 1:
-            raise ValueError(f"gate_epoch_steps must be at least 1 (got {self.gate_epoch_steps}).")
+        steps = self.gate_epoch_steps
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise ValueError(
+                f"gate_epoch_steps must be an integer of at least 1, or None for epochs (got {steps!r})."
+            )
+        for name in ("sync_gate_norm", "router_global_balance"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False (got {getattr(self, name)!r}).")
         check_noise_steps(self.cct_noise_steps)
 
 
@@ -119,11 +126,11 @@ def check_noise_steps(value: float | None) -> None:
     """Raise a ValueError unless it is None, -1, a number in (0, 1), or a whole number from 1 on."""
     if value is None or value == -1:
         return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
     if not is_number or not (0 < value < 1 or (value >= 1 and value == int(value))):
         raise ValueError(
-            "cct_noise_steps must be a number of steps, a part of the run below 1, or -1 for all of it "
-            f"(got {value!r})."
+            "cct_noise_steps must be a whole number of steps, a part of the run below 1, or -1 for all "
+            f"of it (got {value!r})."
         )
 
 

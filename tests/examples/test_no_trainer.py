@@ -338,6 +338,10 @@ def test_resumed_run_keeps_its_tokenizer(arguments, tmp_path):
             {"resume_from_checkpoint": "latest", "per_device_train_batch_size": 2},
             r"must be those of the run to resume, \(4, 2, 1\) .got \(2, 2, 1\)",
         ),
+        (
+            {"resume_from_checkpoint": "latest", "seed": 7},
+            r"`seed` must be that of the run to resume, 42 .got 7",
+        ),
     ],
 )
 def test_another_runs_folder_is_refused(changes, message, arguments):
