@@ -16,8 +16,11 @@ import run_mlm_no_trainer
 import run_translation_no_trainer
 import torch
 import yaml
+from accelerate import tracking
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import GeneralTracker
 from accelerate_checkpoints import find_checkpoints
 from launching import launch
 from safetensors.torch import load_file
@@ -351,14 +354,45 @@ def test_another_runs_folder_is_refused(changes, message, arguments):
         run("clm", values | changes)
 
 
-def test_trackers_learn_no_secret(arguments, monkeypatch):
-    seen = {}
-    monkeypatch.setattr(
-        accelerate_training.Accelerator, "init_trackers", lambda self, name, config: seen.update(config)
-    )
-    run("clm", arguments("clm", with_tracking=True, report_to="tensorboard", hub_token="secret"))
-    assert "secret" not in map(str, seen.values())
-    assert seen["learning_rate"] == 1e-2
+class Recorder(GeneralTracker):
+    """A tracker that keeps what it is given."""
+
+    name, requires_logging_directory = "recorder", False
+    started, values, finished = [], [], []
+
+    def __init__(self, run_name, **kwargs):
+        super().__init__()
+        for kept in (self.started, self.values, self.finished):
+            kept.clear()
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values):
+        self.started.append(values)
+
+    def log(self, values, step=None, **kwargs):
+        self.values.append((step, values))
+
+    def finish(self):
+        self.finished.append(True)
+
+
+def test_tracker_receives_logs_and_metrics_but_no_secret(arguments, monkeypatch):
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
+    values = arguments("clm", attention_type="mae", with_tracking=True, report_to="recorder",
+                       eval_steps=2, hub_token="secret")  # fmt: skip
+    metrics = run("clm", values)
+    (started,) = Recorder.started
+    assert started["learning_rate"] == 1e-2
+    assert "secret" not in map(str, started.values())
+    logged = [(step, row) for step, row in Recorder.values if "loss" in row]
+    assert [{"step": step, **row} for step, row in logged] == log(values)
+    evaluated = [(step, row) for step, row in Recorder.values if "perplexity" in row]
+    assert [step for step, _ in evaluated] == [2, 4, 4]  # and in the end
+    assert evaluated[-1][1] == metrics
+    assert Recorder.finished == [True]
 
 
 def test_infinite_loss_stops_a_run_with_a_scaler(arguments, monkeypatch):
@@ -496,7 +530,46 @@ def test_update_without_labels_is_told_apart(arguments, monkeypatch):
         run("clm", arguments("clm"))
 
 
+# What `accelerate launch` makes of each file.
+LAUNCHES = {
+    "cpu": {"use_cpu": True, "num_processes": 1, "mixed_precision": "no"},
+    "one_gpu": {"use_cpu": False, "multi_gpu": False, "num_processes": 1, "mixed_precision": "bf16"},
+    "ddp": {"multi_gpu": True, "num_processes": 2, "mixed_precision": "bf16"},
+    "fsdp2": {
+        "use_fsdp": True,
+        "fsdp_version": 2,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_transformer_layer_cls_to_wrap": "MoaGPT2Block",
+        "fsdp_cpu_ram_efficient_loading": False,
+        "mixed_precision": "bf16",
+    },
+    "deepspeed_zero3": {
+        "use_deepspeed": True,
+        "zero_stage": 3,
+        "gradient_clipping": 1.0,
+        "mixed_precision": "bf16",
+    },
+}
+LAUNCH_KINDS = ("multi_gpu", "use_fsdp", "use_deepspeed")
+
+
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate").glob("*.yaml")), ids=lambda p: p.stem)
-def test_configurations_are_accelerates(path):
+def test_configurations_are_accelerates(path, monkeypatch):
     assert yaml.safe_load(path.read_text())
     ClusterConfig.from_yaml_file(str(path))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    command = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+    found = vars(_validate_launch_command(command)[0])
+    expected = dict.fromkeys(LAUNCH_KINDS, False) | LAUNCHES[path.stem]
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.slow
+def test_cpu_configuration_runs_a_script(arguments):
+    values = arguments("clm", attention_type="mae", max_train_steps=2, use_cpu=None)
+    configuration = EXAMPLES / "accelerate" / "cpu.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration),
+               run_clm_no_trainer.__file__, *command_line(values)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [entry["step"] for entry in log(values)] == [1, 2]
