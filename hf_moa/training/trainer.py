@@ -7,7 +7,9 @@ trainer.train(resume_from_checkpoint=True)  # bit-exact, after however it ended
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import has_length, rotate_checkpoints
+from transformers.trainer_utils import HPSearchBackend, HubStrategy, has_length, rotate_checkpoints
 from transformers.utils import logging
 
+from hf_moa.model_card import MeanExpertLoad
+from hf_moa.modeling.gated_model import GatedModel
 from hf_moa.modeling.task_losses import next_token_labels, token_share
 
 from .arguments import (
@@ -27,7 +31,15 @@ from .arguments import (
     MoaTrainingArguments,
     noise_steps,
 )
-from .checkpoints import written_whole
+from .auxiliary_losses import (
+    count_tokens,
+    has_auxiliary_losses,
+    weigh_auxiliary_loss,
+    weighted_auxiliary_loss,
+)
+from .cards import WritesModelCards
+from .checkpoints import discard_unfinished, written_whole
+from .divergence import NO_LABELS, lacks_labels, named_losses, what_is_not_finite
 from .gate_choices import check_mae_training, check_noise_steps, choose_mae_training
 from .gate_descent import (
     BlockCoordinateDescent,
@@ -36,6 +48,7 @@ from .gate_descent import (
     prepare_gates,
 )
 from .label_smoothing import smoothed_loss
+from .random_states import kept_random_states
 from .schedules import set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
 
@@ -43,10 +56,11 @@ logger = logging.get_logger(__name__)
 
 
 class TrainingDivergedError(ArithmeticError):
-    """The loss or its gradients are infinite or no numbers. The model was saved before this update."""
+    """The loss or its gradients are infinite or no numbers. The model was saved, with the parameters
+    that it had before the update. (Running statistics, of gates too, may have seen its batch.)"""
 
 
-class _GatedTraining:
+class _GatedTraining(WritesModelCards):
     """Mixin for `Trainer` and `Seq2SeqTrainer`."""
 
     arguments_class: type
@@ -62,8 +76,14 @@ class _GatedTraining:
         self._has_begun = False
         self._descent: BlockCoordinateDescent | None = None
         self._statistics = StepStatistics()
+        self._expert_load = MeanExpertLoad()
+        self.expert_load: dict[str, list[list[float]]] = {}  # of the last log, for the card
+        self.budget_rows: list[dict] = []  # of the last `evaluate_budgets`, for the card
         self._epoch = 0
         self._next_batches: tuple[list, Any] | None = None
+        self._update: tuple[list, Any] = ([], None)  # its micro-batches, and how many labels they have
+        self._tokens: Tensor | None = None  # of the accumulated batch, for the auxiliary losses
+        self._token_share: Tensor | None = None  # of the micro-batch
         self._loss_is_finite: Tensor | bool = True
         self._staged: Path | None = None
         self._pushes_later = False
@@ -113,18 +133,36 @@ class _GatedTraining:
     # --- the run ----------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`. However it ends, the model is left in the phase "mixture".
+        """As `Trainer.train`. However it ends, the model is left in the phase "mixture". A trial of an
+        Optuna search that diverges is pruned, and the search goes on.
 
         Raises:
             ValueError: the arguments do not go with the model.
             TrainingDivergedError: the loss or its gradients were not finite.
         """
         self._has_begun, self._descent, self._statistics = False, None, StepStatistics()
+        self._expert_load, self.expert_load, self.budget_rows = MeanExpertLoad(), {}, []
+        if self.args.should_save:  # a checkpoint that a killed run was about to replace comes back
+            discard_unfinished(self.args.output_dir)
+        self.accelerator.wait_for_everyone()
         try:
             return super().train(*args, **kwargs)
+        except TrainingDivergedError as error:
+            if self.hp_search_backend != HPSearchBackend.OPTUNA or self._trial is None:
+                raise
+            return self._prune_trial(error)
         finally:
+            self._tokens, self._update = None, ([], None)
             if self._descent is not None:
                 self._descent.finish()
+
+    def _prune_trial(self, error: TrainingDivergedError) -> None:
+        if self.args.process_index == 0:
+            import optuna
+
+            raise optuna.TrialPruned(str(error)) from error
+        # the other processes follow the first one to the next trial, without an evaluation
+        self.objective = float("nan") if self.objective is None else self.objective
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`; without the gates, where their training is another."""
@@ -141,7 +179,31 @@ class _GatedTraining:
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The micro-batches of the next update, which a G step sees first."""
         self._next_batches = super().get_batch_samples(*args, **kwargs)
+        self._tokens = self._count_tokens(self._next_batches[0])
         return self._next_batches
+
+    def _count_tokens(self, batches: list[dict]) -> Tensor | None:
+        """The tokens of an accumulated batch, over all processes; None where nothing is weighted by
+        them."""
+        config = getattr(self._gated_model(), "config", None)
+        is_whole = len(batches) == 1 and self.accelerator.num_processes == 1
+        # devices that share a batch each count their own part of it, or the same
+        shares = self.args.n_gpu * self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1
+        if not batches or is_whole or shares or not has_auxiliary_losses(config):
+            return None
+        counts = [self._tokens_of(batch) for batch in batches]
+        if any(count is None for count in counts):
+            return None
+        total = sum(count.to(self.args.device) for count in counts)
+        if self.accelerator.num_processes > 1:
+            total = self.accelerator.reduce(total, reduction="sum")
+        return total
+
+    def _tokens_of(self, batch: dict[str, Any]) -> Tensor | None:
+        if self.compute_loss_func is not None:  # which has the labels, and the model has not
+            batch = {name: value for name, value in batch.items() if name != "labels"}
+        config = self._gated_model().config
+        return count_tokens(batch, is_encoder_decoder=getattr(config, "is_encoder_decoder", False))
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -151,13 +213,15 @@ class _GatedTraining:
             batches, num_items = self._next_batches
             self._next_batches = None
             self._begin_update(model, batches, num_items)
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._loss_is_finite = loss.isfinite() & self._loss_is_finite
+        return self._checked(super().training_step(model, inputs, num_items_in_batch))
+
+    def _checked(self, loss: Tensor) -> Tensor:
+        self._loss_is_finite = loss.isfinite() & self._loss_is_finite  # asked once an update
         return loss
 
     def _begin_update(self, model: nn.Module, batches: list, num_items: Any) -> None:
         gated = self._gated_model()
-        self._loss_is_finite = True
+        self._loss_is_finite, self._update = True, (batches, num_items)
         if not self._has_begun:
             self._has_begun = True
             self._begin_run(gated)
@@ -167,6 +231,8 @@ class _GatedTraining:
         epoch = self.args.gate_epoch(self._epoch, self.state.global_step)
         if self._descent is not None and self._descent.has_gate_steps(epoch):
             self._gate_step(model, batches, num_items)
+        elif self._descent is not None:
+            self._descent.forget_gate_step()
 
     def _begin_run(self, gated: nn.Module) -> None:
         self._descent = prepare_gates(gated, self.args, self.mae_training)
@@ -187,7 +253,9 @@ class _GatedTraining:
             model.set_requires_gradient_sync(True)
         try:
             self._descent.gate_step(
-                lambda batch: step(model, dict(batch), num_items), batches, scaler=scaler
+                lambda batch: self._checked(step(model, dict(batch), num_items)),
+                batches,
+                scaler=scaler,
             )
         except NonFiniteGradientError as error:
             self._stop_diverged("a G step", error)
@@ -198,6 +266,12 @@ class _GatedTraining:
     def _is_ddp(model: nn.Module) -> bool:
         model = getattr(model, "_orig_mod", model)
         return isinstance(model, DistributedDataParallel)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As in `Trainer`; but in the middle of training it uses up none of training's random numbers,
+        so that a run resumed after it draws the same."""
+        with kept_random_states() if self.is_in_train else nullcontext():
+            return super().evaluate(*args, **kwargs)
 
     # --- the loss ---------------------------------------------------------------------------------
 
@@ -222,6 +296,10 @@ class _GatedTraining:
 
         def forward(**inputs: Any) -> Any:
             outputs = model(**inputs)
+            self._token_share = None
+            if model.training and self._tokens is not None and isinstance(outputs, dict):
+                self._token_share = self._share_of(inputs, num_items_in_batch)
+                weigh_auxiliary_loss(outputs, self._token_share)
             if epsilon:
                 if not isinstance(outputs, dict) or inputs.get("labels") is None:
                     raise ValueError(
@@ -237,9 +315,23 @@ class _GatedTraining:
                 )
             if records and isinstance(outputs, dict):
                 self._record(outputs, num_items_in_batch)
+            elif in_gate_step and isinstance(outputs, dict):
+                self._statistics.note_losses(outputs)
             return outputs
 
         return super().compute_loss(forward, inputs, return_outputs, num_items_in_batch)
+
+    def _share_of(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+        """A micro-batch's share of the accumulated batch's tokens, times what its loss will be divided
+        by."""
+        share = self._tokens_of(inputs).to(self._tokens.device) / self._tokens.clamp(min=1)
+        is_sum = self.compute_loss_func is not None
+        if num_items_in_batch is not None:
+            is_sum = is_sum or self.model_accepts_loss_kwargs
+        if not is_sum:  # a mean, whose mean over the micro-batches is taken
+            share = share * self.current_gradient_accumulation_steps
+        is_scaled = is_sum and num_items_in_batch is not None and self.args.average_tokens_across_devices
+        return share if is_scaled else share * self.accelerator.num_processes
 
     def _with_auxiliary_loss(self, loss_function: Callable) -> Callable:
         """A `compute_loss_func` of the user, and the auxiliary losses beside it."""
@@ -249,6 +341,8 @@ class _GatedTraining:
             aux_loss = outputs.get("aux_loss") if isinstance(outputs, dict) else None
             if aux_loss is None or not aux_loss.requires_grad:
                 return loss
+            if self._token_share is not None:
+                return loss + weighted_auxiliary_loss(outputs, self._token_share)
             if labels is not None and self._loss_shifts_labels:
                 labels = next_token_labels(labels)
             return loss + aux_loss.mean() * token_share(labels, num_items_in_batch)
@@ -266,13 +360,13 @@ class _GatedTraining:
         gated = self._gated_model()
         budgets = distinct_budgets(getattr(gated, "config", None))
         self._statistics.add_outputs(outputs, part_of_mean=part, budgets=budgets)
-        if outputs.get("loss") is not None:
-            self._statistics.latest["loss"] = outputs["loss"].detach().mean()
+        self._expert_load.add_outputs(outputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in `Trainer`; training logs also carry what `StepStatistics` gathered."""
         if "loss" in logs:
             logs |= self._statistics.drain(self._sum_over_processes)
+            self.expert_load = self._expert_load.drain(self._sum_over_processes)
         super().log(logs, start_time)
 
     def _sum_over_processes(self, x: Tensor) -> Tensor:
@@ -285,27 +379,37 @@ class _GatedTraining:
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         # The same on all processes, and before the update. A scaler skips infinite gradients itself.
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        norm = None if grad_norm is None else torch.as_tensor(grad_norm)
-        if norm is not None and not bool(norm.isfinite().all()):
-            if getattr(self.accelerator, "scaler", None) is None:
-                self._stop_diverged("an update", f"The norm of the gradients is {float(norm)}.")
-            is_finite = self._sum_over_processes(torch.as_tensor(self._loss_is_finite).double().cpu())
-            if float(is_finite) < self.accelerator.num_processes:
-                self._stop_diverged("an update", "The loss is infinite or no number.")
+        found = what_is_not_finite(
+            grad_norm,
+            torch.as_tensor(self._loss_is_finite, device=self.args.device),
+            sum_over_processes=self._sum_over_processes,
+            scales=getattr(self.accelerator, "scaler", None) is not None,
+        )
+        if found is not None:
+            self._stop_diverged("an update", found)
         return grad_norm
 
     def _stop_diverged(self, what: str, found: object) -> None:
         """Save the model beside the checkpoints, so that no resumption picks it, and raise."""
-        folder = Path(self._get_output_dir(trial=None), f"diverged-{self.state.global_step}")
-        self.save_model(str(folder), _internal_call=True)  # and no push to the Hub
+        if self._descent is not None:
+            self._descent.take_gate_step_back()
+        folder = Path(self._get_output_dir(self._trial), f"diverged-{self.state.global_step}")
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+        if self.is_fsdp_enabled:  # also where checkpoints are sharded
+            self._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))
+        else:
+            self.save_model(str(folder), _internal_call=True)  # and no push to the Hub
         if self.args.should_save:
             self.state.save_to_json(str(folder / "trainer_state.json"))
         parts = self._statistics.latest
-        losses = ", ".join(f"{name} {float(value):.4g}" for name, value in parts.items())
+        where = f"{what} at step {self.state.global_step} (epoch {self._epoch})"
+        saved = f"The model with the parameters that it had before this update is in {folder}."
+        if lacks_labels(*self._update):
+            raise TrainingDivergedError(f"Training stopped in {where}. {NO_LABELS} {saved}")
         raise TrainingDivergedError(
-            f"Training diverged in {what} at step {self.state.global_step} (epoch {self._epoch}). "
-            f"{found} Last losses: {losses or 'none'}. The model as it was before is in "
-            f"{folder}. Try a lower learning_rate or more warmup_steps"
+            f"Training diverged in {where}. {found} Last losses: {named_losses(parts)}. {saved} "
+            "Try a lower learning_rate or more warmup_steps"
             + ("; a lower gate_learning_rate" if self._descent is not None else "")
             + ("; a larger router_z_loss_coef" if "router_z_loss" in parts else "")
             + ("; bf16 in place of fp16." if self.args.fp16 else ".")
@@ -329,11 +433,14 @@ class _GatedTraining:
             finally:
                 self._staged = None
             self.state.best_model_checkpoint = best_checkpoint  # not the one of another name
+            gated = self._gated_model()
+            if self.args.should_save and self.is_fsdp_enabled and isinstance(gated, GatedModel):
+                gated.save_config(staged)  # shards come without
             if self.args.should_save:
                 self.state.save_to_json(str(staged / "trainer_state.json"))
         if self._pushes_later:
             self._pushes_later = False
-            super()._push_from_checkpoint(str(folder))
+            self._push_whole_checkpoint(folder)
         if self.args.should_save:
             rotate_checkpoints(
                 output_dir=str(folder.parent),
@@ -346,14 +453,21 @@ class _GatedTraining:
         # uploads go on in the background, under the name that the folder will have
         self._pushes_later = True
 
+    def _push_whole_checkpoint(self, folder: Path) -> None:
+        # `Trainer` pushes a checkpoint's weights and configuration, but not the code that this names
+        if self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END:
+            for code in folder.glob("*.py"):
+                shutil.copy(code, self.args.output_dir)
+        super()._push_from_checkpoint(str(folder))
+
 
 class MoaTrainer(_GatedTraining, Trainer):
     """`Trainer` for gated models (and any other).
 
     It adds: block coordinate descent for MAE; the schedule of CCT's noise; logs of loss parts, compute,
     gate entropy and expert load, to whatever `report_to` names (`StepStatistics`); label smoothing that
-    keeps the auxiliary losses; checkpoints that are whole or not there; and an end to a run that
-    diverges.
+    keeps the auxiliary losses; checkpoints that are whole or not there; an end to a run that diverges;
+    and the card of a gated model, where `save_model` is called and on every push.
 
     Args:
         model, and all others: as in `Trainer`.
