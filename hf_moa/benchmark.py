@@ -6,6 +6,7 @@ for row in benchmark(model, batch):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -57,7 +58,27 @@ def benchmark(
         raise ValueError(f"budgets need a model with CCT (got {list(budgets)}); leave them out.")
     chosen = config.listed_budgets if budgets is None else list(budgets)
     was_training = {module: module.training for module in model.modules()}
-    model.eval()
+    before = config.cct_execution
+    try:
+        model.eval()
+        rows, runs = _rows_and_runs(model, batch, chosen)
+        times = compare({str(i): run for i, run in enumerate(runs)}, turns=turns, title="benchmark")
+    finally:
+        if config.has_cct:
+            model.set_cct_execution(before)
+        for module, training in was_training.items():
+            module.training = training
+    return [
+        row | {"milliseconds": time.value, "spread": time.spread, "ratio": time.ratio}
+        for row, time in zip(rows, times, strict=True)
+    ]
+
+
+def _rows_and_runs(
+    model: PreTrainedModel, batch: Mapping[str, Tensor], chosen: list[Any]
+) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
+    """What to time, and what the table says of each."""
+    config = model.config
     plain = plain_model(config, type(model).__name__).to(model.device, model.dtype).eval()
     rows = [{"model": type(plain).__name__, "budget": None, "execution": None, "compute_fraction": None}]
     runs: list[Callable[[], object]] = [partial(plain, **batch)]
@@ -84,17 +105,7 @@ def benchmark(
                     "compute_fraction": None if fraction is None else fraction.mean().item(),
                 }
             )
-    try:
-        times = compare({str(i): run for i, run in enumerate(runs)}, turns=turns, title="benchmark")
-    finally:
-        if config.has_cct:
-            model.set_cct_execution(before)
-        for module, training in was_training.items():
-            module.training = training
-    return [
-        row | {"milliseconds": time.value, "spread": time.spread, "ratio": time.ratio}
-        for row, time in zip(rows, times, strict=True)
-    ]
+    return rows, runs
 
 
 def plain_model(config: GatingConfig, class_name: str) -> PreTrainedModel:
@@ -107,6 +118,10 @@ def plain_model(config: GatingConfig, class_name: str) -> PreTrainedModel:
     plain_class = getattr(transformers, class_name.removeprefix("Moa"))
     gating = {field.name for field in fields(GatingConfig)} | {"model_type", "architectures", "auto_map"}
     sizes = {name: value for name, value in config.to_dict().items() if name not in gating}
+    heads = plain_class.config_class.attribute_map.get("num_attention_heads", "num_attention_heads")
+    if config.model_type != "moa_t5":  # whose heads' size is free
+        # as many heads as there are at work, where they divide the hidden size
+        sizes[heads] = math.gcd(config.num_attention_heads, config.hidden_size)
     plain_config: PreTrainedConfig = plain_class.config_class(**sizes)
     plain_config._attn_implementation = config._attn_implementation
     return plain_class(plain_config)

@@ -72,7 +72,11 @@ class _StackUse:
         self.open_gates[layer, name] += open_gates.sum().item()
         self.chances[layer, name] += int(mask.sum())
         if steps:
-            new = torch.stack([open_gates.sum(dim=0), mask.double().cpu().sum(dim=0)])
+            mask = mask.cpu()
+            step = (mask.cumsum(dim=1) - 1)[mask]  # behind padding, if any
+            new = open_gates.new_zeros(2, mask.shape[1])
+            new[0].index_add_(0, step, open_gates[mask])
+            new[1].index_add_(0, step, torch.ones_like(step, dtype=new.dtype))
             kind = "feed-forward" if name.startswith("ffn") else name
             self.by_step[kind] = _sum_padded(self.by_step.get(kind, new.new_zeros(2, 0)), new)
 
@@ -83,7 +87,9 @@ class CctMeasure:
     A token's compute is what its gates let through in its stack, in multiply-accumulates, of what all
     would: its projections, its query's attention to the keys that are not skipped, and its parts of the
     feed-forward layers; of an encoder's tokens also their keys and values in cross-attention. Over all
-    tokens this adds up to the model's `compute_cost`.
+    tokens this adds up to the model's `compute_cost`. (Not of a BERT or GPT-2 decoder with cross-
+    attention, which is given hidden states to attend to and no tokens: there that is left out.)
+    Special tokens are not among the tokens of `cct_frequency` and `cct_token_compute`.
 
     Args:
         model: with CCT.
@@ -146,10 +152,12 @@ class CctMeasure:
         }
         for (budget, stack), use in self.uses.items():
             place = {"budget": budget, "stack": stack}
+            of_type = use.of_type.clone()
+            of_type[:, [i for i in self.vocabulary.special_ids if i < of_type.shape[1]]] = 0
             for table, found in {
                 "cct_distribution": self._distribution(use),
-                "cct_frequency": self._by_frequency(use),
-                "cct_token_compute": self._by_token(use),
+                "cct_frequency": self._by_frequency(of_type),
+                "cct_token_compute": self._by_token(of_type),
                 "cct_activity": self._activity(use),
                 "cct_steps": self._steps(use),
             }.items():
@@ -166,9 +174,9 @@ class CctMeasure:
             }
 
     @staticmethod
-    def _by_frequency(use: _StackUse) -> Iterator[dict[str, Any]]:
+    def _by_frequency(of_type: Tensor) -> Iterator[dict[str, Any]]:
         """Token types in bins of occurrences, each twice as wide as the one before."""
-        count, total = use.of_type
+        count, total = of_type
         size = count.log2().floor()
         for exponent in range(int(size.max()) + 1):
             types = size == exponent
@@ -180,8 +188,8 @@ class CctMeasure:
                     "compute": (total[types].sum() / count[types].sum()).item(),
                 }
 
-    def _by_token(self, use: _StackUse) -> Iterator[dict[str, Any]]:
-        count, total = use.of_type
+    def _by_token(self, of_type: Tensor) -> Iterator[dict[str, Any]]:
+        count, total = of_type
         ids = (count >= self.least_count).nonzero().flatten()
         means = total[ids] / count[ids]
         order = means.argsort(descending=True, stable=True)

@@ -36,7 +36,10 @@ class _Layer:
         self.inputs += len(weights)
         self.entropy += torch.special.entr(weights).sum().item()
         self.weight += weights.sum(dim=0)
-        self.attributed += torch.bincount(expert, minlength=len(self.experts))
+        largest = (weights == weights.amax(dim=-1, keepdim=True)).double()
+        self.attributed += (largest / largest.sum(dim=-1, keepdim=True)).sum(
+            dim=0
+        )  # ties in equal parts
         return expert
 
 

@@ -49,7 +49,11 @@ def evaluate(
             weight = int((labels[:, 1:] if _is_causal(model) else labels).ne(-100).sum())
         else:
             weight = len(labels)
-            if outputs.logits.ndim == 2 and not labels.is_floating_point():
+            if (
+                outputs.logits.ndim == 2
+                and outputs.logits.shape[-1] > 1
+                and not labels.is_floating_point()
+            ):
                 right += int((outputs.logits.argmax(dim=-1) == labels).sum())
                 classified += len(labels)
         if weight:

@@ -48,6 +48,11 @@ class _Layer:
         return self.chosen_together.diagonal() / self.tokens
 
 
+def _router_of(mixture: MixtureOfAttentionExperts) -> TopKRouter:
+    """Its router, also where an adapter has wrapped it."""
+    return next(module for module in mixture.modules() if isinstance(module, TopKRouter))
+
+
 class MoaMeasure:
     """Zhang et al. 2022, section 6, measured over a stream of calls.
 
@@ -69,7 +74,9 @@ class MoaMeasure:
         self.feed_forward_tokens: dict[str, int] = {}
         for attention in attention_layers(model):
             if isinstance(attention.mixture, MixtureOfAttentionExperts):
-                self.layers.setdefault(part_of(attention), []).append(_Layer(attention.mixture.router))
+                self.layers.setdefault(part_of(attention), []).append(
+                    _Layer(_router_of(attention.mixture))
+                )
 
     def update(self, observation: Observation) -> None:
         for part, all_logits in observation.router_logits.items():
@@ -136,7 +143,9 @@ class MoaMeasure:
         )
         found["experts_together"] += self._pairs(place, layer, shares)
         indicative = layer.counts.indicative_tokens(
-            least_count=self.least_count, most=self.top_tokens, without=self.vocabulary.special_ids
+            least_count=self.least_count * layer.num_selected,  # a token's assignments
+            most=self.top_tokens,
+            without=self.vocabulary.special_ids,
         )
         found["expert_indicative_tokens"] += [
             place | {"expert": expert, "token": self.vocabulary.name(token), "pmi": pmi, "count": count}
@@ -160,13 +169,20 @@ class MoaMeasure:
 
     @staticmethod
     def _pairs(place: dict[str, Any], layer: _Layer, shares: Tensor) -> list[dict[str, Any]]:
+        """Lift is over a choice by chance of k different experts, as often each: of such a token's pairs
+        there are fewer than if two experts could be the same one."""
+        if layer.num_selected == 1:
+            return []
+        size, k = layer.num_experts, layer.num_selected
         together = layer.chosen_together / layer.tokens
-        lift = together / (shares.unsqueeze(0) * shares.unsqueeze(1))
+        by_chance = shares.unsqueeze(0) * shares.unsqueeze(1) * (size * (k - 1)) / (k * (size - 1))
+        lift = together / by_chance
         return [
             place
             | {
                 "expert": one,
                 "other": other,
+                "tokens": int(layer.chosen_together[one, other]),
                 "share": together[one, other].item(),
                 "lift": lift[one, other].item(),
             }

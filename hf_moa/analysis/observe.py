@@ -136,7 +136,9 @@ def _tokens_and_inputs(
     if not gated.config.is_encoder_decoder:
         return {"decoder" if is_causal else "encoder": source}, inputs
     target = _decoder_tokens(gated, batch, source)
-    inputs["decoder_input_ids"] = target.ids
+    if inputs.get("decoder_input_ids") is None:
+        inputs["decoder_input_ids"] = target.ids
+        inputs["decoder_attention_mask"] = target.mask.long()
     return {"encoder": source, "decoder": target}, inputs
 
 
@@ -146,7 +148,7 @@ def _decoder_tokens(gated: GatedModel, batch: Mapping[str, Tensor], source: Toke
     if ids is not None:
         mask = batch.get("decoder_attention_mask")
         return Tokens(ids, _all_real(ids) if mask is None else mask.bool())
-    if not gated.can_generate() and gated.base_model is not gated:
+    if not gated.can_generate() and not type(gated).__name__.endswith("Model"):
         # classifiers give the source to both halves
         return Tokens(gated._shift_right(source.ids), source.mask)
     if labels is None:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from .analyze import Analysis
-from .sections import SECTIONS, Section
+from .sections import CODE, SECTIONS, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".html", ".md")
-_MOST_ROWS = 40
+_MOST_ROWS = 200
 
 
 def write_report(analysis: Analysis, path: str | Path, *, title: str | None = None) -> None:
@@ -60,7 +60,8 @@ def _write_html(analysis: Analysis, path: Path, title: str, sections: list[Secti
             parts.append(f'<img alt="{alt}" src="data:image/svg+xml;base64,{picture}">')
         shown = _shown(section, table)
         if shown is not None:
-            parts.append(_html_table(shown))
+            parts.append(_html_table(shown.head(_MOST_ROWS)))
+            parts.append(f"<p>{_left_out(shown)}</p>" if _left_out(shown) else "")
     body = "\n".join(parts)
     path.write_text(_PAGE.format(title=html.escape(title), body=body), encoding="utf-8")
 
@@ -78,7 +79,7 @@ def _write_markdown(analysis: Analysis, path: Path, title: str, sections: list[S
             parts.append(f"![{section.title}]({figures.name}/{section.table}.svg)")
         shown = _shown(section, table)
         if shown is not None:
-            parts.append(markdown_table(shown))
+            parts += [markdown_table(shown.head(_MOST_ROWS)), *filter(None, [_left_out(shown)])]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -88,8 +89,17 @@ def markdown_table(table: pd.DataFrame) -> str:
     def line(cells: Any) -> str:
         return "| " + " | ".join(cells) + " |"
 
-    rows = [line(_cell(value).replace("|", "\\|") for value in row) for row in table.to_numpy(object)]
+    rows = [line(map(_markdown_text, row)) for row in table.to_numpy(object)]
     return "\n".join([line(map(str, table.columns)), "|" + "---|" * len(table.columns), *rows])
+
+
+def _markdown_text(value: Any) -> str:
+    """A cell; tokens are code."""
+    pieces = _cell(value).replace("|", "\\|").split(CODE)
+    for i in range(1, len(pieces), 2):
+        mark = "``" if "`" in pieces[i] else "`"
+        pieces[i] = f"{mark} {pieces[i]} {mark}" if mark == "``" else f"{mark}{pieces[i]}{mark}"
+    return "".join(pieces)
 
 
 def _shown(section: Section, table: pd.DataFrame) -> pd.DataFrame | None:
@@ -98,7 +108,14 @@ def _shown(section: Section, table: pd.DataFrame) -> pd.DataFrame | None:
         table = section.shorten(table)
     elif section.plot is not None:
         return None
-    return table if len(table) <= _MOST_ROWS else table.head(_MOST_ROWS)
+    return table
+
+
+def _left_out(table: pd.DataFrame) -> str:
+    """That a table is longer than what is shown."""
+    if len(table) <= _MOST_ROWS:
+        return ""
+    return f"The first {_MOST_ROWS} of {len(table)} rows: all are in `Analysis.tables`."
 
 
 def _svg(figure: Figure, name: str) -> bytes:
@@ -132,8 +149,8 @@ def _html_table(table: pd.DataFrame) -> str:
 
 
 def _html_text(value: Any) -> str:
-    """A cell; tokens between backticks are code."""
-    pieces = html.escape(_cell(value)).split("`")
+    """A cell; tokens are code."""
+    pieces = html.escape(_cell(value)).split(CODE)
     return "".join(f"<code>{piece}</code>" if i % 2 else piece for i, piece in enumerate(pieces))
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# Stands around what is to look like code.
+CODE = "\0"
+
+
 @dataclass(frozen=True)
 class Section:
     """What a report says of one table.
@@ -44,14 +48,14 @@ def _entropies(table: pd.DataFrame) -> pd.DataFrame:
 
 def _joined(table: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
     """One row for each group: its tokens, each with a number behind it."""
-    text = table["token"].map(lambda token: f"`{token}`") + table[value].map(" {:.2f}".format)
+    text = table["token"].map(f"{CODE}{{}}{CODE}".format) + table[value].map(" {:.2f}".format)
     named = table.assign(tokens=text)
     return named.groupby(by, sort=False)["tokens"].agg(", ".join).reset_index()
 
 
 def _closest_pairs(table: pd.DataFrame) -> pd.DataFrame:
-    """The experts that serve the same tokens most, beyond chance."""
-    return table[table["share"] > 0].nlargest(10, "lift")
+    """The experts that serve the same tokens most, beyond chance; of few tokens lift says little."""
+    return table[table["tokens"] >= 10].nlargest(10, "lift")
 
 
 SECTIONS = (
@@ -113,8 +117,9 @@ SECTIONS = (
     Section(
         "experts_together",
         "Experts chosen together",
-        "How much more often two experts serve the same token than if they were chosen independently "
-        "of each other (lift; 1 is chance), and the closest pairs.",
+        "How much more often two experts serve the same token than if k experts were chosen by chance, "
+        "each as often as it is (lift; 1 is chance), and the closest pairs. The figure shows the first "
+        "kind of attention layers.",
         plots.plot_pairs,
         _closest_pairs,
     ),

@@ -23,6 +23,7 @@ _READERS = {
     ".parquet": ("parquet", {}),
 }
 _ROLES = ("text", "pair", "label", "target")
+_WITH_TARGET = ("AutoModelForSeq2SeqLM", "AutoModel")
 
 
 def read_text(
@@ -70,7 +71,7 @@ def read_text(
             )
         data = data.add_column("target", targets["text"])
     data = data if limit is None else data.select(range(min(limit, len(data))))
-    written = [row for row, text in enumerate(data["text"]) if text and text.strip()]
+    written = [row for row, text in enumerate(data["text"]) if text is not None and str(text).strip()]
     if not written:
         raise ValueError(f"{source} must hold text (got {len(data)} rows without any).")
     return data if len(written) == len(data) else data.select(written)
@@ -84,7 +85,14 @@ def _load(source: str, subset: str | None, split: str) -> Dataset:
         return load_dataset(source, subset, split=split)
     ending = Path(path.stem).suffix if path.suffix in (".gz", ".bz2", ".xz") else path.suffix
     reader, options = _READERS.get(ending, ("text", {}))
-    return load_dataset(reader, data_files=str(path), split="train", **options)
+    try:
+        return load_dataset(reader, data_files=str(path), split="train", **options)
+    except Exception as error:  # the readers raise whatever their parsers do
+        cause = error.__cause__ or error
+        raise ValueError(
+            f"{source} must hold rows that can be read as {reader} in UTF-8 (got "
+            f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]})."
+        ) from error
 
 
 class TextBatches:
@@ -125,8 +133,14 @@ class TextBatches:
         positions = getattr(model.config, "max_position_embeddings", None) or 512
         self.max_length = min(max_length or 512, positions)
         self.with_labels = with_labels and self.has_labels
+        self.num_labels = getattr(model.config, "num_labels", 0)
         self.label_ids = getattr(model.config, "label2id", None) or {}
-        if self.kind == "AutoModelForSeq2SeqLM" and "target" not in data.column_names:
+        if self.kind == "AutoModelForMultipleChoice":
+            raise ValueError(
+                f"{type(model).__name__} takes several texts a row, which text data has not."
+            )
+        self.has_target = model.config.is_encoder_decoder and self.kind in _WITH_TARGET
+        if self.has_target and "target" not in data.column_names:
             raise ValueError(
                 f"{type(model).__name__} reads two sides: data must have a target column, or a target "
                 "file beside it."
@@ -138,7 +152,10 @@ class TextBatches:
     def has_labels(self) -> bool:
         """Whether there is something to measure the model against."""
         if self.kind == "AutoModelForSequenceClassification":
-            return "label" in self.data.column_names
+            # test sets hide their labels behind -1
+            return "label" in self.data.column_names and not any(
+                label is None or label == -1 for label in self.data["label"]
+            )
         return self.kind in ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 
     def __len__(self) -> int:
@@ -150,9 +167,9 @@ class TextBatches:
             mask = DataCollatorForLanguageModeling(self.tokenizer, seed=self.seed)
         for start in range(0, len(self.data), self.batch_size):
             rows = self.data[start : start + self.batch_size]
-            sides = (rows["text"], rows["pair"]) if "pair" in rows else (rows["text"],)
+            sides = [list(map(str, rows[role])) for role in ("text", "pair") if role in rows]
             batch = dict(self._encode(*sides))
-            if self.kind == "AutoModelForSeq2SeqLM":
+            if self.has_target:
                 batch["labels"] = self._ignoring_padding(self._encode(text_target=rows["target"]))
             elif self.with_labels and mask is not None:
                 batch |= self._masked(mask, batch)
@@ -168,6 +185,7 @@ class TextBatches:
             truncation=True,
             max_length=self.max_length,
             padding=True,
+            padding_side="right",  # positions are counted from the left
             return_tensors="pt",
             **options,
         )
@@ -191,4 +209,12 @@ class TextBatches:
                     f"{unknown[0]!r})."
                 )
             labels = [self.label_ids[label] for label in labels]
-        return torch.tensor(labels)
+        if isinstance(labels[0], (list, tuple)):  # several labels each
+            return torch.tensor(labels, dtype=torch.float)
+        wrong = [
+            label for label in labels if isinstance(label, int) and not 0 <= label < self.num_labels
+        ]
+        if wrong and self.num_labels > 1:
+            raise ValueError(f"label must be from 0 to {self.num_labels - 1} (got {wrong[0]}).")
+        is_regression = self.num_labels == 1
+        return torch.tensor(labels, dtype=torch.float if is_regression else None)

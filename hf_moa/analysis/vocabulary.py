@@ -25,8 +25,9 @@ class Vocabulary:
         self._special_tokens = set() if tokenizer is None else set(tokenizer.all_special_tokens)
         self._kind_of = kind_of
         # byte-level and SentencePiece vocabularies mark beginnings of words, WordPiece the others
-        self._marks_words = tokenizer is not None and any(
-            token.startswith(_WORD_BOUNDARIES) for token in tokenizer.get_vocab()
+        tokens = [] if tokenizer is None else list(tokenizer.get_vocab())
+        self._marks_words = any(token.startswith(_WORD_BOUNDARIES) for token in tokens) and not any(
+            token.startswith("##") and len(token) > 2 for token in tokens
         )
 
     def name(self, token_id: int) -> str:

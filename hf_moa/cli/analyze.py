@@ -2,10 +2,11 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from .command import add_command, budget, load_checkpoint, tokenizer_of, without_bars
+from .command import add_command, budget, load_checkpoint, move, tokenizer_of, without_bars
 
 _FORMATS = (".html", ".md")
 
@@ -100,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
             split=args.split,
             limit=args.limit,
         )
-    if args.device is not None:
-        model.to(args.device)
+    move(model, args.device)
     gated = gated_model_of(model)
     sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
+    labelled = TextBatches(data, tokenizer, gated, with_labels=True, **sizes)
     analysis = analyze(
         model,
         TextBatches(data, tokenizer, gated, with_labels=False, **sizes),
@@ -114,9 +115,11 @@ def run(args: argparse.Namespace) -> int:
     )
     analysis.facts["checkpoint"] = Path(args.checkpoint).name or args.checkpoint
     analysis.facts["data"] = Path(args.data).name
-    labelled = TextBatches(data, tokenizer, gated, with_labels=True, **sizes)
     if labelled.has_labels:
-        analysis.tables.update(_metrics(args, model, labelled))
+        try:
+            analysis.tables.update(_metrics(args, model, labelled))
+        except ValueError as error:  # the gates are measured all the same
+            print(f"hf-moa analyze: no metrics: {error}", file=sys.stderr)
     write_report(analysis, args.output)
     if args.json:
         print(json.dumps(analysis.as_dict(), indent=1))

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from .command import add_command, budget, load_checkpoint, tokenizer_of, without_bars
+from .command import add_command, budget, load_checkpoint, move, tokenizer_of, without_bars
 
 
 def add(commands: Any) -> None:
@@ -22,6 +22,8 @@ def add(commands: Any) -> None:
         help="text as `hf-moa analyze` takes it; CCT's compute depends on it (default: random tokens)",
     )
     parser.add_argument("--text-column", metavar="NAME", help="default: text")
+    parser.add_argument("--target-column", metavar="NAME", help="the decoder's side (default: target)")
+    parser.add_argument("--target-data", metavar="FILE", help="the decoder's side, line by line")
     parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s")
     parser.add_argument(
         "--length", type=int, default=128, help="most tokens of a row (default: %(default)s)"
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1 (got {value})")
     import torch
 
+    from ..analysis.observe import gated_model_of
     from ..benchmark import benchmark
     from ..environment import environment
 
@@ -50,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     with without_bars():
         model = load_checkpoint(args.checkpoint)
-    model.to(device=args.device, dtype=getattr(torch, args.dtype))
+    move(model, args.device, dtype=getattr(torch, args.dtype))
+    model = gated_model_of(model)
     batch = {name: x.to(model.device) for name, x in _batch(args, model).items()}
     rows = benchmark(model, batch, budgets=args.budgets, turns=args.turns)
     facts = environment()
@@ -74,6 +78,10 @@ def _batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
         positions = getattr(model.config, "max_position_embeddings", None) or args.length
         shape = (args.batch_size, min(args.length, positions))
         ids = torch.randint(model.config.vocab_size, shape)
+        end = model.config.eos_token_id
+        if end is not None:  # some classifiers read its place, and want one
+            ids[ids == end] = (end + 1) % model.config.vocab_size
+            ids[:, -1] = end
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     else:
         from ..analysis.text_batches import TextBatches, read_text
@@ -84,11 +92,15 @@ def _batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
                 f"{args.checkpoint} must have its tokenizer beside it to read --data (got none)"
             )
         columns = {} if args.text_column is None else {"text": args.text_column}
-        data = read_text(args.data, columns=columns, limit=args.batch_size)
+        if args.target_column is not None:
+            columns["target"] = args.target_column
+        data = read_text(args.data, columns=columns, target_file=args.target_data, limit=args.batch_size)
         sizes = {"batch_size": args.batch_size, "max_length": args.length}
         (batch,) = TextBatches(data, tokenizer, model, with_labels=False, **sizes)
-    if model.config.is_encoder_decoder and model.can_generate() and "labels" not in batch:
-        batch["decoder_input_ids"] = batch["input_ids"]
+    reads_two_sides = model.can_generate() or type(model).__name__.endswith("Model")
+    if model.config.is_encoder_decoder and reads_two_sides:
+        labels = batch.pop("labels", None)
+        batch["decoder_input_ids"] = batch["input_ids"] if labels is None else model._shift_right(labels)
     return batch
 
 

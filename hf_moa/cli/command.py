@@ -73,6 +73,18 @@ def tokenizer_of(source: str) -> Any:
     return None
 
 
+def move(model: Any, device: str | None, **kwargs: Any) -> None:
+    """`model.to`, where a device that is not there is the user's mistake.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    try:
+        model.to(device=device, **kwargs)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device must be one of this machine's (got {device}: {error})") from error
+
+
 def load_checkpoint(source: str) -> Any:
     """A gated model, or an adapter on one, in eval mode; of the class that the checkpoint names.
 

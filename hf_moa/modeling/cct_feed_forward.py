@@ -99,18 +99,23 @@ class GatedFeedForward(nn.Module):
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """`[B, T, d]` -> `[B, T, d]` and the record; losses are the mean over the parts."""
+        """`[B, T, d]` -> `[B, T, d]` and the record; losses are the mean over the parts, and the `load`
+        is that of the experts of all parts, `[M * N]`."""
         gates, record = self.gate(hidden_states, padding_mask)
         if self.parts_are_rowwise and self.gate.skips(gates):
             return self._sparse(hidden_states, gates), record | {"losses": {}}
         output = torch.zeros_like(hidden_states)
         losses: dict[str, Tensor] = {}
+        loads: list[Tensor] = []
         modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
         for m, (part, input_norm, output_norm) in enumerate(modules):
             y, part_record = part(input_norm(hidden_states), padding_mask)
             output = output + output_norm(y) * gates[..., m : m + 1].to(y.dtype)
             for name, loss in part_record.get("losses", {}).items():
                 losses[name] = losses.get(name, 0.0) + loss / len(self.parts)
+            if "load" in part_record:
+                loads.append(part_record["load"] / len(self.parts))
+        record |= {"load": torch.cat(loads)} if loads else {}
         return output, record | {"losses": losses}
 
     def _sparse(self, hidden_states: Tensor, gates: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 import pandas as pd
 import pytest
 from families import CASE
-from test_mae import batches
+from test_mae_measure import batches
 
 from hf_moa.analysis import Analysis, analyze, write_report
 from hf_moa.analysis.report import markdown_table

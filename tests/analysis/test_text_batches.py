@@ -6,6 +6,7 @@ import torch
 from families import CASE
 from test_pipelines import tokenizer
 
+from hf_moa.analysis import analyze, budget_metrics, evaluate
 from hf_moa.analysis.text_batches import TextBatches, read_text
 
 
@@ -121,3 +122,54 @@ def test_sequences_to_sequences_need_a_target(tmp_path):
     rows = [{"text": "the head", "target": "a head of attention"}]
     (batch,) = batches("T5ForConditionalGeneration", rows, tmp_path, with_labels=False)
     assert batch["labels"].shape[1] > batch["input_ids"].shape[1]
+
+
+def test_batches_of_another_size_measure_the_same(tmp_path):
+    rows = [{"text": text} for text in ("the attention of a head", "a", "of the head", "the the of")]
+    case = CASE["GPT2LMHeadModel"]
+    model = case.build(attention_type="mae", cct_budgets=[1, 0.5])
+    found = []
+    for size in (1, 4):
+        same = batches("GPT2LMHeadModel", rows, tmp_path, with_labels=True, batch_size=size)
+        same.tokenizer.padding_side = "left"  # as generation wants it
+        assert len(list(same)) == 4 // size
+        tables = analyze(model, same, progress=False).tables
+        tables["loss"] = budget_metrics([1, 0.5], lambda b, same=same: evaluate(model, same, budget=b))
+        found.append(tables)
+    for table in found[0]:
+        one, other = (tables[table].select_dtypes("number").to_numpy() for tables in found)
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-5), table
+
+
+@pytest.mark.parametrize("label", [-1, None])
+def test_hidden_labels_are_none(tmp_path, label):
+    rows = [{"text": "a", "label": 1}, {"text": "the", "label": label}]
+    found = batches("BertForSequenceClassification", rows, tmp_path, with_labels=True)
+    assert not found.has_labels
+    assert "labels" not in next(iter(found))
+
+
+def test_labels_that_the_model_does_not_have_are_refused(tmp_path):
+    rows = [{"text": "a", "label": 3}]
+    with pytest.raises(ValueError, match=r"from 0 to 2 \(got 3\)"):
+        list(batches("BertForSequenceClassification", rows, tmp_path, with_labels=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", b""), ("b.txt", b"\xff\xfe\x00"), ("a.jsonl", b"{\n")]
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        read_text(str(path))
+
+
+def test_numbers_are_text_too(tmp_path):
+    (batch,) = batches("BertForMaskedLM", [{"text": 1}, {"text": 20}], tmp_path, with_labels=False)
+    assert batch["input_ids"].shape[0] == 2
+
+
+def test_multiple_choice_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="several texts a row"):
+        batches("BertForMultipleChoice", TEXTS, tmp_path, with_labels=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import CASE
-from test_mae import batches
+from test_mae_measure import batches
 
 from hf_moa.analysis import CctMeasure, Vocabulary, analyze, observe
 from hf_moa.analysis.cct import token_costs

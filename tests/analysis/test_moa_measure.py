@@ -5,10 +5,13 @@ import math
 from collections import Counter
 
 import pytest
+import torch
 from families import CASE
-from test_mae import batches
+from peft import get_peft_model
+from test_mae_measure import batches
 
-from hf_moa.analysis import Vocabulary, analyze
+import hf_moa
+from hf_moa.analysis import MoaMeasure, Vocabulary, analyze
 
 FIELDS = {
     "attention_type": "moa",
@@ -49,7 +52,9 @@ def test_load_entropy_company_and_preferences_are_those_counted_by_hand(name):
         for pair in rows("experts_together").to_dict(orient="records"):
             together = sum({pair["expert"], pair["other"]} <= experts for _, experts in chosen)
             assert pair["share"] == pytest.approx(together / count)
-            by_chance = each[pair["expert"]] * each[pair["other"]] / count**2
+            # of 6 experts, 4 are drawn without putting one back
+            by_chance = each[pair["expert"]] * each[pair["other"]] / count**2 * (6 * 3) / (4 * 5)
+            assert pair["tokens"] == together
             assert pair["lift"] == pytest.approx(together / count / by_chance)
         assert len(rows("experts_together")) == len(list(itertools.combinations(range(6), 2)))
         frame = rows("expert_token_preferences")
@@ -86,6 +91,46 @@ def test_both_halves_and_cross_attention_are_told_apart():
         rows = table[table["part"] == part]
         assert len(rows) == 2 * experts
         assert rows.groupby("layer")["load"].sum().tolist() == pytest.approx([1, 1], abs=1e-6)
+
+
+def test_lift_of_choices_by_chance_is_one():
+    torch.manual_seed(0)
+    case = CASE["BertForMaskedLM"]
+    measure = MoaMeasure(case.build(**FIELDS), Vocabulary())
+    layer = measure.layers["encoder"][0]
+    layer.add(torch.zeros(100_000, dtype=torch.long), torch.randn(100_000, 6))
+    lifts = measure.tables()["experts_together"]["lift"]
+    assert lifts.tolist() == pytest.approx([1.0] * 15, abs=0.02)
+
+
+@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_an_adapters_routers_are_measured(name, plus):
+    case = CASE[name]
+    fields = {**FIELDS, "cct_budgets": [1, 0.5]}
+    plain = analyze(case.build(**fields), batches(case), progress=False)
+    adapter = get_peft_model(case.build(**fields), hf_moa.FTGConfig(plus=plus))
+    adapted = analyze(adapter, batches(case), progress=False)
+    assert adapted.tables.keys() == plain.tables.keys()
+    for table in plain.tables:
+        assert adapted.tables[table].equals(plain.tables[table]), table
+
+
+@pytest.mark.parametrize("sublayer_norm", [True, False])
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_experts_in_the_parts_of_cct_are_measured(name, sublayer_norm):
+    case = CASE[name]
+    model = case.build(
+        ffn_type="moe",
+        num_ffn_experts=4,
+        cct_budgets=[1, 0.5],
+        cct_sublayer_norm=sublayer_norm,
+        cct_execution="dense",
+    )
+    table = analyze(model, batches(case), progress=False).tables["expert_load"]
+    for _, rows in table.groupby(["part", "layer"]):
+        assert len(rows) == (16 if sublayer_norm else 4 * model.config.cct_num_ffn_splits)
+        assert rows["load"].sum() == pytest.approx(1, abs=1e-6)
 
 
 class WordPieces:

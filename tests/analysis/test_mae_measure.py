@@ -171,3 +171,31 @@ def test_tables_are_plain_data():
     plain = analysis.as_dict()
     assert plain["facts"]["sequences"] == 6
     assert plain["tables"]["mae_entropy"][0]["part"] == "encoder"
+
+
+def test_ties_are_split_evenly():
+    case = CASE["BertForMaskedLM"]
+    model = case.build(attention_type="mae", mae_gate_type="uniform")
+    shares = analyze(model, batches(case), progress=False).tables["mae_experts"]["share"]
+    assert shares.tolist() == pytest.approx([0.25] * 8)
+
+
+@pytest.mark.parametrize("name", ["T5ForQuestionAnswering", "T5ForSequenceClassification", "T5Model"])
+def test_every_class_of_encoder_decoders_is_measured(name):
+    case = CASE[name]
+    table = analyze(case.build(attention_type="mae"), [case.inputs()], progress=False).tables
+    assert set(table["mae_entropy"]["part"]) == {"encoder", "decoder", "cross"}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"attention_type": "mae", "cct_budgets": [1, 0.5]}, {"ffn_type": "moe"}]
+)
+def test_padding_of_the_labels_changes_nothing(fields):
+    case = CASE["T5ForConditionalGeneration"]
+    model = case.build(**fields)
+    batch = next(iter(batches(case)))
+    wider = {**batch, "labels": torch.nn.functional.pad(batch["labels"], (0, 7), value=-100)}
+    one, other = (analyze(model, [b], progress=False).tables for b in (batch, wider))
+    for table in one:
+        numbers = one[table].select_dtypes("number")
+        assert numbers.to_numpy() == pytest.approx(other[table][numbers.columns].to_numpy(), abs=1e-6)
