@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .eval_mode import in_eval_mode
 from .modeling.configuration_gating import GatingConfig
 from .timing import compare
 
@@ -57,17 +58,14 @@ def benchmark(
     if budgets is not None and not config.has_cct:
         raise ValueError(f"budgets need a model with CCT (got {list(budgets)}); leave them out.")
     chosen = config.listed_budgets if budgets is None else list(budgets)
-    was_training = {module: module.training for module in model.modules()}
     before = config.cct_execution
     try:
-        model.eval()
-        rows, runs = _rows_and_runs(model, batch, chosen)
-        times = compare({str(i): run for i, run in enumerate(runs)}, turns=turns, title="benchmark")
+        with in_eval_mode(model):
+            rows, runs = _rows_and_runs(model, batch, chosen)
+            times = compare({str(i): run for i, run in enumerate(runs)}, turns=turns, title="benchmark")
     finally:
         if config.has_cct:
             model.set_cct_execution(before)
-        for module, training in was_training.items():
-            module.training = training
     return [
         row | {"milliseconds": time.value, "spread": time.spread, "ratio": time.ratio}
         for row, time in zip(rows, times, strict=True)

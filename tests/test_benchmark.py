@@ -37,6 +37,24 @@ def test_models_without_budgets_are_timed_once():
     assert rows[1]["budget"] is rows[1]["compute_fraction"] is rows[1]["execution"] is None
 
 
+def test_the_model_is_as_it_was_after_an_error_too():
+    case = CASE["BertForMaskedLM"]
+    model = case.build(cct_budgets=[1, 0.5]).train()
+    with pytest.raises(ValueError, match="budget must be one of"):
+        benchmark(model, case.inputs(), budgets=[0.3], turns=2)
+    assert model.training
+    assert model.config.cct_execution == "auto"
+
+
+def test_plain_model_has_heads_that_divide_its_size():
+    config = CASE["BertForMaskedLM"].config(
+        attention_type="moa", num_attention_heads=3, head_dim=12, num_attention_experts=6
+    )
+    plain = plain_model(config, "MoaBertForMaskedLM")
+    assert plain.config.hidden_size == 32
+    assert plain.config.num_attention_heads == 1
+
+
 def test_budgets_need_cct():
     case = CASE["BertForMaskedLM"]
     with pytest.raises(ValueError, match="budgets need a model with CCT"):

@@ -10,9 +10,10 @@ import pandas as pd
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from hf_moa.eval_mode import in_eval_mode
 from hf_moa.modeling.budgets import BudgetControl
 
-from .cct import CctMeasure
+from .cct import CctMeasure, budget_name
 from .mae import MaeMeasure
 from .moa import MoaMeasure
 from .observe import gated_model_of, observe
@@ -97,10 +98,8 @@ def analyze(
             f"cct_budgets (got attention_type={config.attention_type!r} alone)."
         )
     device = next(model.parameters()).device
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
     sequences = tokens = 0
-    try:
+    with in_eval_mode(model):
         for batch in tqdm(batches, total=total, desc="analyze", disable=not progress):
             batch = {name: value.to(device) for name, value in batch.items()}
             for index, budget in enumerate(budgets or [None]):
@@ -112,9 +111,6 @@ def analyze(
                         measure.update(seen)
                 if compute is not None:
                     compute.update(seen)
-    finally:
-        for module, training in was_training.items():
-            module.training = training
     measures = first if compute is None else [*first, compute]
     tables = {name: table for measure in measures for name, table in measure.tables().items()}
     facts = {
@@ -125,4 +121,8 @@ def analyze(
         "sequences": sequences,
         "tokens": tokens,
     }
+    if first and budgets:
+        facts["budget of the experts' tables"] = budget_name(budgets[0])
+    if "mae_entropy" in tables:
+        facts["mean gate entropy"] = float(tables["mae_entropy"]["entropy"].mean())
     return Analysis(tables, facts)

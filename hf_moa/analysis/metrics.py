@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from hf_moa.eval_mode import in_eval_mode
 from hf_moa.modeling.mae import MixtureOfHeads
 
 from .cct import budget_name
@@ -24,45 +25,41 @@ def evaluate(
     """Mean loss over all labels, and what follows from it.
 
     Args:
-        model: with a head; in eval mode.
+        model: with a head; its mode is eval meanwhile.
         batches: arguments of the model, `labels` among them.
         budget: of CCT; None for the model's default.
 
     Returns:
-        `loss`; `perplexity` of language models (the exponential of the loss); `accuracy` of classifiers.
+        `loss`; `perplexity` of language models (the exponential of the loss); `accuracy` of classifiers,
+        of tokens too.
 
     Raises:
         ValueError: a batch without labels, or no labels at all.
     """
     device = next(model.parameters()).device
     total, count, right, classified = 0.0, 0, 0, 0
-    predicts_tokens = False
-    for batch in batches:
-        batch = {name: value.to(device) for name, value in batch.items()}
-        if batch.get("labels") is None:
-            raise ValueError(f"every batch must hold labels (got {', '.join(batch)}).")
-        labels = batch["labels"]
-        outputs = model(**batch, **({} if budget is None else {"budget": budget}), return_dict=True)
-        if labels.ndim == 2 and outputs.logits.ndim == 3:
-            predicts_tokens = predicts_tokens or _is_language_model(model)
+    is_language_model = gated_model_of(model).get_output_embeddings() is not None
+    with in_eval_mode(model):
+        for batch in batches:
+            batch = {name: value.to(device) for name, value in batch.items()}
+            if batch.get("labels") is None:
+                raise ValueError(f"every batch must hold labels (got {', '.join(batch)}).")
+            labels = batch["labels"]
+            outputs = model(**batch, **({} if budget is None else {"budget": budget}), return_dict=True)
             # causal models predict no first token
-            weight = int((labels[:, 1:] if _is_causal(model) else labels).ne(-100).sum())
-        else:
-            weight = len(labels)
-            if (
-                outputs.logits.ndim == 2
-                and outputs.logits.shape[-1] > 1
-                and not labels.is_floating_point()
-            ):
-                right += int((outputs.logits.argmax(dim=-1) == labels).sum())
-                classified += len(labels)
-        if weight:
-            total += outputs.loss.item() * weight
-            count += weight
+            counted = (labels[:, 1:] if _is_causal(model) else labels) != -100
+            weight = len(labels) if outputs.logits.ndim == 2 else int(counted.sum())
+            is_classifier = not is_language_model and not labels.is_floating_point()
+            if is_classifier and outputs.logits.shape[-1] > 1:
+                right += int((outputs.logits.argmax(dim=-1) == labels)[counted].sum())
+                classified += int(counted.sum())
+            if weight:
+                total += outputs.loss.item() * weight
+                count += weight
     if not count:
         raise ValueError("batches must hold at least one label (got none).")
     found = {"loss": total / count}
-    if predicts_tokens:
+    if is_language_model:
         found["perplexity"] = math.exp(min(found["loss"], 700))
     if classified:
         found["accuracy"] = right / classified
@@ -116,10 +113,6 @@ def expert_selection(
     finally:
         gated.set_expert_selection(before)
     return pd.DataFrame(rows)
-
-
-def _is_language_model(model: nn.Module) -> bool:
-    return gated_model_of(model).get_output_embeddings() is not None
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -45,7 +45,7 @@ def plot_entropies(table: pd.DataFrame) -> Figure:
             ha="right",
             fontsize=8,
         )
-        axis.set(title=part, xlabel="layer", ylim=(0, 1.15 * table["uniform"].max()))
+        axis.set(title=part, xlabel="layer", ylim=(0, max(1.15 * table["uniform"].max(), 0.1)))
     axes[0].set_ylabel("entropy, nats")
     return figure
 
@@ -60,13 +60,14 @@ def plot_shares(table: pd.DataFrame, *, column: str, experts: str = "expert") ->
         height=0.8 + 0.34 * (table["layer"].max() + 1),
         most_columns=max(1, int(12 // max(3.0, 0.42 * size))),
     )
-    highest = table[column].max()
     for (part, rows), axis in zip(table.groupby("part", sort=False), axes, strict=True):
         grid = rows.pivot(index="layer", columns="expert", values=column)
         names = dict(zip(rows["expert"], rows[experts].astype(str), strict=True))
+        # a scale for each: of many experts each has little
+        highest = rows[column].max()
         image = _heat_map(axis, grid, highest=highest, columns=[names[i] for i in grid.columns])
         axis.set(title=part, xlabel=experts, ylabel="layer")
-    figure.colorbar(image, ax=axes, label=column, format=_percent())
+        figure.colorbar(image, ax=axis, label=column, format=_percent())
     return figure
 
 

@@ -50,6 +50,24 @@ def test_accuracy_of_a_classifier_at_each_budget():
         assert row["accuracy"] == pytest.approx(right / 6)
 
 
+def test_accuracy_of_tokens_leaves_padding_out():
+    case = CASE["BertForTokenClassification"]
+    model = case.build(attention_type="mae").train()
+    batch = {**case.inputs(), **case.labels()}
+    found = evaluate(model, [batch])
+    assert model.training
+    real = batch["labels"] != -100
+    right = model.eval()(**batch).logits.argmax(dim=-1) == batch["labels"]
+    assert found["accuracy"] == pytest.approx(right[real].double().mean().item())
+    assert "perplexity" not in found
+
+
+def test_a_regression_has_no_accuracy():
+    case = CASE["BertForSequenceClassification"]
+    model = case.build(attention_type="mae", num_labels=1)
+    assert set(evaluate(model, batches(case, [[0, 1, 2], [0, 0, 1]]))) == {"loss"}
+
+
 def test_expert_selection_measures_each_and_leaves_the_model_as_it_was():
     case = CASE["BertForMaskedLM"]
     model = case.build(attention_type="mae")
