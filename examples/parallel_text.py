@@ -1,14 +1,15 @@
-"""Parallel text files for translation: what the scripts read, tokenise and measure BLEU on."""
+"""Parallel text for translation, of files or of a data set of the Hub: what the scripts read, tokenise
+and measure BLEU on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from gating_arguments import optional
 from sacrebleu.metrics import BLEU
-from text_training import IGNORE_INDEX, read_lines, train_byte_level_bpe
+from text_training import IGNORE_INDEX, ModelArguments, read_lines, train_byte_level_bpe
 from tokenizers.processors import TemplateProcessing
 from transformers import EvalPrediction, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -17,8 +18,12 @@ PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 
 @dataclass
 class ParallelTextArguments:
-    """Which pairs of texts to train and evaluate on."""
+    """Which pairs of texts to train and evaluate on: files, or a data set of the Hub."""
 
+    dataset_name: str | None = optional("Data set of the Hub with a column `translation`, not files.")
+    dataset_config_name: str | None = optional("Configuration of the data set.")
+    source_lang: str | None = optional("What the column has the sources under, such as en.")
+    target_lang: str | None = optional("What it has the targets under, such as de.")
     train_source: str | None = optional("Training text, a sentence a line, plain or .gz.")
     train_target: str | None = optional("Its translation, line by line.")
     validation_source: str | None = optional("Text for --do_eval.")
@@ -37,9 +42,34 @@ class ParallelTextArguments:
         },
     )
 
+    def __post_init__(self):
+        files = [name for name in vars(self) if name.endswith(("_source", "_target"))]
+        given = [name for name in files if getattr(self, name) is not None]
+        if self.dataset_name is None:
+            return
+        if given:
+            raise ValueError(
+                f"Give either `dataset_name` or files, not both (got {self.dataset_name!r} and "
+                f"`{given[0]}`)."
+            )
+        if self.source_lang is None or self.target_lang is None:
+            raise ValueError(
+                "`dataset_name` needs `source_lang` and `target_lang` (got "
+                f"{self.source_lang!r} and {self.target_lang!r})."
+            )
 
-def load_pairs(data_args: ParallelTextArguments, split: str) -> dict[str, list[str]]:
-    """The sentences of a split: `source` and `target`, of equal number."""
+    def has(self, split: str) -> bool:
+        """Whether there may be pairs of a split."""
+        return self.dataset_name is not None or getattr(self, f"{split}_source") is not None
+
+
+def load_pairs(
+    data_args: ParallelTextArguments, split: str, model_args: ModelArguments | None = None
+) -> dict[str, list[str]]:
+    """The sentences of a split: `source` and `target`, of equal number; `model_args` tell where the Hub's
+    data sets are kept."""
+    if data_args.dataset_name is not None:
+        return _pairs_of_dataset(data_args, split, model_args)
     pairs = {}
     for side in ("source", "target"):
         flag = f"{split}_{side}"
@@ -55,6 +85,35 @@ def load_pairs(data_args: ParallelTextArguments, split: str) -> dict[str, list[s
             f"`{split}_source` and `{split}_target` must have equally many lines (got {numbers}). "
             "Line i of one is to be the translation of line i of the other."
         )
+    return pairs
+
+
+def _pairs_of_dataset(
+    data_args: ParallelTextArguments, split: str, model_args: ModelArguments
+) -> dict[str, list[str]]:
+    splits = load_dataset(
+        data_args.dataset_name,
+        data_args.dataset_config_name,
+        cache_dir=model_args and model_args.cache_dir,
+        token=model_args and model_args.token,
+    )
+    if split not in splits:
+        raise ValueError(f"`dataset_name` must have the split {split!r} (got {', '.join(splits)}).")
+    if "translation" not in splits[split].column_names:
+        raise ValueError(
+            "`dataset_name` must have a column 'translation' (got "
+            f"{', '.join(splits[split].column_names)})."
+        )
+    rows = splits[split]["translation"]
+    pairs = {}
+    for side in ("source", "target"):
+        language = getattr(data_args, f"{side}_lang")
+        if language not in rows[0]:
+            raise ValueError(
+                f"`{side}_lang` must be a language of the data set (got {language!r}; there are "
+                f"{', '.join(rows[0])})."
+            )
+        pairs[side] = [row[language].strip() for row in rows]
     return pairs
 
 

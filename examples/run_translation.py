@@ -118,7 +118,7 @@ def main(args: list[str] | None = None) -> None:
         max_samples["validation"] = data_args.max_eval_samples
     if training_args.do_predict:
         max_samples["test"] = data_args.max_predict_samples
-    pairs = {split: load_pairs(data_args, split) for split in max_samples}
+    pairs = {split: load_pairs(data_args, split, model_args) for split in max_samples}
     if tokenizer is None:
         tokenizer = train_tokenizer(pairs["train"], model_args.vocab_size)
     check_special_tokens(tokenizer)

@@ -63,9 +63,8 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         args, ModelArguments, DataTrainingArguments, GatingArguments, AccelerateArguments
     )
     accelerator = make_accelerator(run_args)
-    pairs = {"train": load_pairs(data_args, "train")}
-    if data_args.validation_source is not None:
-        pairs["validation"] = load_pairs(data_args, "validation")
+    splits = ["train", *(["validation"] if data_args.has("validation") else [])]
+    pairs = {split: load_pairs(data_args, split, model_args) for split in splits}
     tokenizer = load_tokenizer(model_args, checkpoint_to_resume(run_args))
     if tokenizer is None:
         tokenizer = train_tokenizer(pairs["train"], model_args.vocab_size)

@@ -22,6 +22,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker
 from accelerate_checkpoints import find_checkpoints
+from datasets import Dataset
 from launching import launch
 from safetensors.torch import load_file
 from script_runs import command_line
@@ -573,3 +574,41 @@ def test_cpu_configuration_runs_a_script(arguments):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert [entry["step"] for entry in log(values)] == [1, 2]
+
+
+@pytest.fixture
+def translation_dataset(arguments, tmp_path):
+    """Arguments of a run on files, and of the same pairs as a data set of the Hub has them."""
+    values = arguments("translation")
+    (tmp_path / "data").mkdir()
+    files = {"train": "train", "validation": "valid"}
+    for split, name in files.items():
+        sides = [(tmp_path / f"{name}.{side}").read_text().splitlines() for side in ("en", "de")]
+        rows = [{"en": en, "de": de} for en, de in zip(*sides, strict=True)]
+        Dataset.from_dict({"translation": rows}).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    changes = {f"{split}_{side}": None for split in files for side in ("source", "target")}
+    changes |= {"dataset_name": tmp_path / "data", "cache_dir": tmp_path / "cache"}
+    return values, changes | {"source_lang": "en", "target_lang": "de"}
+
+
+def test_translation_of_a_data_set_is_that_of_its_files(translation_dataset, tmp_path):
+    values, changes = translation_dataset
+    run("translation", values)
+    expected = weights(values)
+    values |= changes | {"output_dir": tmp_path / "again"}
+    run("translation", values)
+    assert all(torch.equal(weights(values)[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source_lang": None}, r"needs `source_lang` and `target_lang` \(got None and 'de'\)"),
+        ({"target_lang": "fr"}, r"`target_lang` must be a language .*'fr'; there are (en, de|de, en)"),
+        ({"train_source": "train.en"}, "either `dataset_name` or files"),
+    ],
+)
+def test_data_sets_that_cannot_be_translated_are_refused(translation_dataset, change, message):
+    values, changes = translation_dataset
+    with pytest.raises(ValueError, match=message):
+        run("translation", values | changes | change)
