@@ -66,8 +66,11 @@ class ParallelTextArguments:
 def load_pairs(
     data_args: ParallelTextArguments, split: str, model_args: ModelArguments | None = None
 ) -> dict[str, list[str]]:
-    """The sentences of a split: `source` and `target`, of equal number; `model_args` tell where the Hub's
-    data sets are kept."""
+    """The sentences of a split: `source` and `target`, of equal number.
+
+    Args:
+        model_args: say where data sets of the Hub are kept, and with what token they are fetched.
+    """
     if data_args.dataset_name is not None:
         return _pairs_of_dataset(data_args, split, model_args)
     pairs = {}
