@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_moa.modeling.mae import MixtureOfHeads
 
-from .observe import Observation, attention_layers, part_of
+from .observe import Observation, mixtures_by_part
 from .token_counts import TokenExpertCounts
 from .vocabulary import Vocabulary
 
@@ -62,10 +62,10 @@ class MaeMeasure:
         self.vocabulary = vocabulary
         self.least_count = least_count
         self.top_tokens = top_tokens
-        self.layers: dict[str, list[_Layer]] = {}
-        for attention in attention_layers(model):
-            if isinstance(attention.mixture, MixtureOfHeads):
-                self.layers.setdefault(part_of(attention), []).append(_Layer(attention.mixture))
+        self.layers = {
+            part: [_Layer(mixture) for mixture in mixtures]
+            for part, mixtures in mixtures_by_part(model, MixtureOfHeads).items()
+        }
 
     def update(self, observation: Observation) -> None:
         for part, weights in observation.expert_weights.items():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_moa.modeling.moa import MixtureOfAttentionExperts
 from hf_moa.modeling.routing import TopKRouter, largest
 
-from .observe import Observation, attention_layers, part_of
+from .observe import Observation, mixtures_by_part
 from .token_counts import TokenExpertCounts
 from .vocabulary import Vocabulary
 
@@ -69,14 +69,12 @@ class MoaMeasure:
         self.vocabulary = vocabulary
         self.least_count = least_count
         self.top_tokens = top_tokens
-        self.layers: dict[str, list[_Layer]] = {}
+        self.layers = {
+            part: [_Layer(_router_of(mixture)) for mixture in mixtures]
+            for part, mixtures in mixtures_by_part(model, MixtureOfAttentionExperts).items()
+        }
         self.feed_forward: dict[str, Tensor] = {}
         self.feed_forward_tokens: dict[str, int] = {}
-        for attention in attention_layers(model):
-            if isinstance(attention.mixture, MixtureOfAttentionExperts):
-                self.layers.setdefault(part_of(attention), []).append(
-                    _Layer(_router_of(attention.mixture))
-                )
 
     def update(self, observation: Observation) -> None:
         for part, all_logits in observation.router_logits.items():

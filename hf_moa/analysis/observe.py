@@ -68,6 +68,15 @@ def attention_layers(model: nn.Module) -> list[GatedAttention]:
     return [module for module in model.modules() if isinstance(module, GatedAttention)]
 
 
+def mixtures_by_part(model: nn.Module, kind: type) -> dict[str, list[nn.Module]]:
+    """The mixtures of a kind, in the order of the layers, by the part of their attention."""
+    found: dict[str, list[nn.Module]] = {}
+    for attention in attention_layers(model):
+        if isinstance(attention.mixture, kind):
+            found.setdefault(part_of(attention), []).append(attention.mixture)
+    return found
+
+
 def gated_model_of(model: nn.Module) -> GatedModel:
     """The gated model in a wrapper of PEFT, `torch.compile` or `DataParallel`.
 

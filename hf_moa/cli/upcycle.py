@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from .command import add_command, given, tokenizer_of, without_bars
+from .command import add_command, budget, given, tokenizer_of, without_bars
 
 _MARKER = "config.json"
 # What upcycle takes besides the gating fields.
@@ -69,20 +69,11 @@ def _field_options(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
         return options | {"action": argparse.BooleanOptionalAction}
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if list in kinds:
-        return options | {"type": _budget, "nargs": "+", "metavar": "BUDGET"}
+        return options | {"type": budget, "nargs": "+", "metavar": "BUDGET"}
     if types.NoneType in kinds:
         kind = next(kind for kind in kinds if kind is not types.NoneType)
         return options | {"type": _or_none(kind), "metavar": f"{kind.__name__.upper()}|none"}
     return options | {"type": hint}
-
-
-def _budget(text: str) -> float | list[float]:
-    """`0.5`, or for T5 a pair of encoder and decoder, `1,0.5`."""
-    numbers = [float(number) for number in text.split(",")]
-    return numbers if len(numbers) > 1 else numbers[0]
-
-
-_budget.__name__ = "budget"  # what argparse calls it in an error
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:

@@ -55,7 +55,7 @@ def token_compute(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
     """The gates of every token of `text`, at each of the model's budgets."""
     batch = tokenizer(text, truncation=True, return_tensors="pt")
     open_gates, compute_fraction = {}, {}
-    for budget in sorted(set(model.config.cct_budgets), reverse=True):
+    for budget in model.config.listed_budgets:
         output = model(**batch, budget=budget, output_cct_gates=True)
         open_gates[budget] = torch.stack(
             [

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hf_moa import MoaBertConfig, MoaBertForMaskedLM, MoaBertForSequenceClassification
+from hf_moa.eval_mode import in_eval_mode
 from hf_moa.training import CCTNoiseCallback, evaluate_budgets
 
 from .corpus import Corpus, Example
@@ -128,14 +129,12 @@ def finetune(
 @torch.no_grad()
 def masked_loss(model: MoaBertForMaskedLM, batches: Iterable[dict[str, torch.Tensor]]) -> float:
     """Mean cross-entropy in nats over all hidden tokens of `batches`, at the largest budget."""
-    was_training = model.training
-    model.eval()
     total, count = 0.0, 0
-    for batch in batches:
-        hidden = int((batch["labels"] != -100).sum())
-        total += model(**batch).loss.item() * hidden
-        count += hidden
-    model.train(was_training)
+    with in_eval_mode(model):
+        for batch in batches:
+            hidden = int((batch["labels"] != -100).sum())
+            total += model(**batch).loss.item() * hidden
+            count += hidden
     return total / count
 
 
