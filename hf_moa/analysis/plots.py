@@ -119,34 +119,29 @@ def plot_preferences(table: pd.DataFrame, *, rows: str, most_layers: int = 6) ->
 
 def plot_distribution(table: pd.DataFrame) -> Figure:
     """`cct_distribution`: tokens by their share of the full compute (Bapna et al. 2020, fig. 9)."""
-    figure, axes = _panels(table["stack"].unique(), width=4.6, height=3.0, share_y=True)
-    for (stack, rows), axis in zip(table.groupby("stack", sort=False), axes, strict=True):
-        for style, (budget, line) in zip(_styles(), rows.groupby("budget", sort=False), strict=False):
-            middle = (line["from"] + line["to"]) / 2
-            axis.plot(middle, line["share of tokens"], label=_name(budget), markersize=3.5, **style)
-        axis.set(title=stack, xlabel="share of the full compute", xlim=(0, 1))
+    table = table.assign(middle=(table["from"] + table["to"]) / 2)
+    figure, axes = _line_panels(
+        table, panels="stack", lines="budget", x="middle", y="share of tokens", label="share of tokens"
+    )
+    for axis in axes:
+        axis.set(xlabel="share of the full compute", xlim=(0, 1))
         axis.xaxis.set_major_formatter(_percent())
-        axis.yaxis.set_major_formatter(_percent())
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("share of tokens")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", title="budget")
     return figure
 
 
 def plot_frequency(table: pd.DataFrame) -> Figure:
     """`cct_frequency`: compute by how often a token occurs in the data (fig. 10)."""
-    figure, axes = _panels(table["stack"].unique(), width=4.6, height=3.0, share_y=True)
-    for (stack, rows), axis in zip(table.groupby("stack", sort=False), axes, strict=True):
-        for style, (budget, line) in zip(_styles(), rows.groupby("budget", sort=False), strict=False):
-            axis.plot(
-                line["occurrences from"], line["compute"], label=_name(budget), markersize=4, **style
-            )
+    figure, axes = _line_panels(
+        table,
+        panels="stack",
+        lines="budget",
+        x="occurrences from",
+        y="compute",
+        label="mean share of the full compute",
+    )
+    for axis in axes:
         axis.set_xscale("log", base=2)
-        axis.set(title=stack, xlabel="occurrences of the token, from", ylim=(0, 1.02))
-        axis.yaxis.set_major_formatter(_percent())
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("mean share of the full compute")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", title="budget")
+        axis.set(xlabel="occurrences of the token, from", ylim=(0, 1.02))
     return figure
 
 
@@ -171,17 +166,30 @@ def plot_activity(table: pd.DataFrame) -> Figure:
 
 def plot_steps(table: pd.DataFrame) -> Figure:
     """`cct_steps`: use of a decoder's sub-networks by decoding step (figs. 12 and 13)."""
-    figure, axes = _panels(table["budget"].unique(), width=4.6, height=3.0, share_y=True)
-    for (budget, rows), axis in zip(table.groupby("budget", sort=False), axes, strict=True):
-        for style, (name, line) in zip(_styles(), rows.groupby("sub-network", sort=False), strict=False):
+    figure, axes = _line_panels(
+        table, panels="budget", lines="sub-network", x="step", y="open", label="gates open"
+    )
+    for axis in axes:
+        axis.set(xlabel="decoding step", ylim=(-0.02, 1.02))
+    return figure
+
+
+def _line_panels(
+    table: pd.DataFrame, *, panels: str, lines: str, x: str, y: str, label: str
+) -> tuple[Figure, list[Axes]]:
+    """A panel for each value of a column, and in it a line for each of another; shares upwards."""
+    figure, axes = _panels(table[panels].unique(), width=4.6, height=3.0, share_y=True)
+    for (panel, rows), axis in zip(table.groupby(panels, sort=False), axes, strict=True):
+        for style, (name, line) in zip(_styles(), rows.groupby(lines, sort=False), strict=False):
             every = max(1, len(line) // 12)
-            axis.plot(line["step"], line["open"], label=name, markersize=4, markevery=every, **style)
-        axis.set(title=f"budget {_name(budget)}", xlabel="decoding step", ylim=(-0.02, 1.02))
+            axis.plot(line[x], line[y], label=_name(name), markersize=4, markevery=every, **style)
+        axis.set_title(f"budget {_name(panel)}" if panels == "budget" else panel)
         axis.yaxis.set_major_formatter(_percent())
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("gates open")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
-    return figure
+    axes[0].set_ylabel(label)
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right upper", title="budget" if lines == "budget" else None)
+    return figure, axes
 
 
 def _panels(
