@@ -1,0 +1,183 @@
+"""Cards of saved checkpoints: `hf-moa card`."""
+
+import argparse
+import json
+import pickle
+
+import pytest
+from cards import BUDGET_ROWS, LOG, RESULTS, full_card, plain_classifier, refusals, saved, sections
+from families import CASE
+from huggingface_hub import EvalResult
+
+from hf_moa.cli import card as command
+from hf_moa.model_card import checkpoint_card, read_card, write_card
+from hf_moa.model_card.tables import budget_table
+
+
+def card_command(*argv):
+    parser = argparse.ArgumentParser()
+    command.add(parser.add_subparsers(dest="command"))
+    args = parser.parse_args(["card", *map(str, argv)])
+    return args.run(args)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "model"
+    saved(CASE["BertForSequenceClassification"], folder, attention_type="mae", cct_budgets=[1, 0.5])
+    return folder
+
+
+def test_command_writes_what_lies_beside_the_checkpoint(checkpoint, capsys, offline):
+    results = {"eval_accuracy": 0.75, "eval_runtime": 1.0, "train_loss": 1.0, "epoch": 2.0}
+    (checkpoint / "all_results.json").write_text(json.dumps(results))
+    (checkpoint / "budget_results_mrpc.json").write_text(json.dumps(BUDGET_ROWS))
+    state = {"log_history": LOG, "global_step": 4, "max_steps": 4, "num_train_epochs": 1, "epoch": 1.0}
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    options = ["--license", "apache-2.0", "--base-model", "user/base", "--dataset", "nyu-mll/glue"]
+    assert card_command(checkpoint, *options) == 0
+    card = read_card(checkpoint / "README.md")
+    assert capsys.readouterr().out == f"{checkpoint / 'README.md'}: tags hf_moa, mae, cct\n"
+    assert (card.data.license, card.data.base_model) == ("apache-2.0", "user/base")
+    (result,) = card.data.eval_results
+    assert result == EvalResult(
+        task_type="text-classification",
+        dataset_type="nyu-mll/glue",
+        dataset_name="nyu-mll/glue",
+        metric_type="accuracy",
+        metric_name="Accuracy",
+        metric_value=0.75,
+    )
+    text = sections(card)
+    assert text["Compute budgets"].strip().endswith(budget_table(BUDGET_ROWS))
+    assert "| `steps_done` | 4 |" in text["Training hyperparameters"]
+    assert "| 2 | 0.5 | 2 | 0.25 |" in text["Training results"]
+    assert refusals(str(card)) == []
+
+
+def test_command_takes_files_and_says_what_is_missing(checkpoint, tmp_path, capsys):
+    (tmp_path / "metrics.json").write_text('{"accuracy": 0.5, "eval_f1": 0.25}')
+    (tmp_path / "budgets.json").write_text(json.dumps(BUDGET_ROWS))
+    output = tmp_path / "cards" / "card.md"
+    argv = ["--metrics", tmp_path / "metrics.json", "--budgets", tmp_path / "budgets.json"]
+    assert card_command(checkpoint, *argv, "--output", output, "--name", "user/model") == 0
+    assert "--license, --base-model, --dataset\n" in capsys.readouterr().out
+    assert not (checkpoint / "README.md").exists()
+    card = read_card(output)
+    assert card.data.metrics == ["accuracy", "f1"]
+    assert "| evaluation data | F1 | 0.25 |" in sections(card)["Results"]
+    assert "1.50x" in sections(card)["Compute budgets"]
+
+
+def test_command_keeps_a_card_unless_told(checkpoint):
+    write_card(full_card(), checkpoint / "README.md")
+    before = (checkpoint / "README.md").read_bytes()
+    with pytest.raises(ValueError, match=r"README\.md is there already; give --overwrite"):
+        card_command(checkpoint)
+    assert (checkpoint / "README.md").read_bytes() == before
+
+
+def test_overwriting_keeps_what_the_new_card_does_not_know(checkpoint):
+    write_card(full_card(), checkpoint / "README.md")
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 4, "max_steps": 4}')
+    assert card_command(checkpoint, "--license", "mit", "--overwrite") == 0
+    card = read_card(checkpoint / "README.md")
+    assert card.data.license == "mit"
+    assert card.data.base_model == "google-bert/bert-base-uncased"
+    assert card.data.datasets == ["nyu-mll/glue"]
+    assert card.data.eval_results == RESULTS
+    assert set(sections(full_card())) == set(sections(card))
+    assert "2e-05" in sections(card)["Training hyperparameters"]
+    assert "mae_gate_type" in sections(card)["Mechanism"]
+
+
+def test_overwriting_measures_on_the_data_that_the_card_names(checkpoint):
+    write_card(full_card(), checkpoint / "README.md")
+    (checkpoint / "all_results.json").write_text('{"eval_accuracy": 0.5}')
+    card = checkpoint_card(checkpoint)
+    (results,) = card.data.to_dict()["model-index"][0]["results"]
+    assert results["dataset"]["config"] == "mrpc"
+    values = {metric["type"]: metric["value"] for metric in results["metrics"]}
+    assert values == {"accuracy": 0.5, "f1": 0.9, "loss": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("--metrics", "{", r"m\.json must hold JSON"),
+        ("--metrics", "[1]", r"m\.json must hold a JSON object \(got a list\)"),
+        ("--metrics", "{}", r"metrics by name, each a number.*\(got none\)"),
+        ("--metrics", '{"accuracy": "good"}', r"no number for accuracy"),
+        ("--metrics", None, r"no file .*m\.json"),
+        ("--budgets", '{"budget": 1}', r"list of the rows that `evaluate_budgets` returned"),
+        ("--budgets", "[]", r"list of the rows"),
+        ("--budgets", '[{"budget": "x"}]', r"`budget`, a number or a pair"),
+    ],
+)
+def test_bad_files_are_errors_that_leave_all_as_it_was(file, content, message, checkpoint, tmp_path):
+    write_card(full_card(), checkpoint / "README.md")
+    before = {p.name: p.read_bytes() for p in checkpoint.iterdir() if p.is_file()}
+    if content is not None:
+        (tmp_path / "m.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        card_command(checkpoint, file, tmp_path / "m.json", "--overwrite")
+    assert {p.name: p.read_bytes() for p in checkpoint.iterdir() if p.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--license", "The MIT"], "license must be"),
+        (["--base-model", "a/b/c"], "base_model must be"),
+        (["--output", "."], "--output must be a file"),
+    ],
+)
+def test_bad_options_are_errors(options, message, checkpoint):
+    with pytest.raises(ValueError, match=message):
+        card_command(checkpoint, *options)
+    assert not (checkpoint / "README.md").exists()
+
+
+def test_folders_without_a_gated_model_are_errors(tmp_path):
+    with pytest.raises(ValueError, match=r"folder with config\.json \(got .*nowhere, which has none\)"):
+        checkpoint_card(tmp_path / "nowhere")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is an adapter's"):
+        checkpoint_card(tmp_path)
+    plain_classifier().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"moa_t5 \(got 'bert' in .*upcycle"):
+        checkpoint_card(tmp_path)
+    (tmp_path / "config.json").write_text("not JSON")
+    with pytest.raises(ValueError, match=r"config\.json must hold JSON"):
+        checkpoint_card(tmp_path)
+
+
+class Malicious:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return open, (self.marker, "w")
+
+
+def test_pickles_are_not_read(checkpoint, tmp_path):
+    (checkpoint / "training_args.bin").write_bytes(pickle.dumps(Malicious(tmp_path / "marker")))
+    checkpoint_card(checkpoint)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_metrics_of_a_best_model_that_may_not_be_there_are_left_out(checkpoint):
+    state = {"log_history": LOG, "global_step": 4, "best_global_step": 2}
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    assert "Results" not in sections(checkpoint_card(checkpoint))
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"best_global_step": 4}))
+    assert "| Accuracy | 0.5 |" in sections(checkpoint_card(checkpoint))["Results"]
+
+
+def test_help_shows_an_example(capsys):
+    with pytest.raises(SystemExit):
+        card_command("--help")
+    text = capsys.readouterr().out
+    assert "example: hf-moa card ./mae-bert --license apache-2.0" in text
