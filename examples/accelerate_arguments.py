@@ -15,6 +15,8 @@ from hf_moa.training.checkpoints import discard_unfinished
 
 logger = logging.getLogger(__name__)
 
+SAMPLING_STRATEGIES = ("random", "group_by_length")
+
 
 @dataclass
 class _RunArguments:
@@ -41,6 +43,13 @@ class _RunArguments:
         default=False, metadata={"help": "Compute activations again instead of keeping them."}
     )
     seed: int = field(default=42, metadata={"help": "Of everything that is drawn."})
+    train_sampling_strategy: str = field(
+        default="random",
+        metadata={
+            "help": "Order of the rows: random, or group_by_length, which puts rows of similar length "
+            "into a batch, for less padding."
+        },
+    )
     logging_steps: int = field(default=50, metadata={"help": "Updates between two logs."})
     eval_steps: int | None = optional("Updates between two evaluations. Default: an epoch.")
     checkpointing_steps: str | None = optional("Updates between two checkpoints, or 'epoch'.")
@@ -83,6 +92,11 @@ class _RunArguments:
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1 (got {getattr(self, name)}).")
+        if self.train_sampling_strategy not in SAMPLING_STRATEGIES:
+            raise ValueError(
+                f"`train_sampling_strategy` must be {' or '.join(SAMPLING_STRATEGIES)} (got "
+                f"{self.train_sampling_strategy!r})."
+            )
         if self.push_to_hub and self.hub_model_id is None:
             raise ValueError("`push_to_hub` needs `hub_model_id`, the model's name (got None).")
 

@@ -22,6 +22,7 @@ class Progress:
     tokens: int = 0
     rows_per_update: tuple[int, int, int] = (0, 0, 0)  # in a batch, in how many, on how many processes
     seed: int | None = None
+    train_sampling_strategy: str = "random"
 
 
 def checkpoint_to_resume(args: AccelerateArguments) -> Path | None:

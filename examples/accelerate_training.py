@@ -22,6 +22,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate_arguments import AccelerateArguments
 from accelerate_checkpoints import Progress, checkpoint_to_resume, find_checkpoints
+from accelerate_sampling import EpochsGroupedByLength
 from safetensors.torch import load_file
 from text_training import IGNORE_INDEX
 from torch import nn
@@ -72,6 +73,7 @@ class GatedTraining:
             is told the epoch, so that what it draws depends on that alone.
         collate: rows -> batch, with `labels`.
         evaluate: model -> metrics, with its process's part of the work; called on all together.
+        lengths: tokens of each row, where rows have several lengths and are padded.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class GatedTraining:
         train_dataset: Dataset,
         collate: Callable[[list], dict],
         evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
+        lengths: list[int] | None = None,
     ):
         self.accelerator, self.args, self.tokenizer = accelerator, args, tokenizer
         self.train_dataset, self.evaluate = train_dataset, evaluate
@@ -90,10 +93,21 @@ class GatedTraining:
         self.mae_training = _mae_training(args, model, accelerator)
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable()
+        self.progress = Progress(
+            rows_per_update=(
+                args.per_device_train_batch_size,
+                args.gradient_accumulation_steps,
+                accelerator.num_processes,
+            ),
+            seed=args.seed,
+            train_sampling_strategy=args.train_sampling_strategy,
+        )
+        sampler = self._sampler(lengths)
         loader = DataLoader(
             train_dataset,
             batch_size=args.per_device_train_batch_size,
-            shuffle=True,
+            shuffle=sampler is None,
+            sampler=sampler,
             collate_fn=collate,
             generator=torch.Generator().manual_seed(args.seed),  # leaves the model's draws alone
         )
@@ -117,20 +131,24 @@ class GatedTraining:
         )
         accelerator.register_for_checkpointing(self.scheduler)
         self.descent = prepare_gates(self.gated, args, self.mae_training)
-        self.progress = Progress(
-            rows_per_update=(
-                args.per_device_train_batch_size,
-                args.gradient_accumulation_steps,
-                accelerator.num_processes,
-            ),
-            seed=args.seed,
-        )
         self._check_averaging(updates_per_epoch)
         self.statistics = StepStatistics()
         self.shifts_labels = getattr(self.gated, "loss_type", None) == "ForCausalLM"
         if args.with_tracking:
             config = {k: v for k, v in asdict(args).items() if not k.endswith("token")}
             accelerator.init_trackers("hf_moa", _plain(config))
+
+    def _sampler(self, lengths: list[int] | None) -> EpochsGroupedByLength | None:
+        """The order of the rows; None: Accelerate's random one."""
+        if self.args.train_sampling_strategy == "random":
+            return None
+        if lengths is None:
+            raise ValueError(
+                f"`train_sampling_strategy` {self.args.train_sampling_strategy} needs rows of several "
+                "lengths, and this text is packed into rows of one (leave it at 'random')."
+            )
+        rows = math.prod(self.progress.rows_per_update)
+        return EpochsGroupedByLength(lengths, rows, self.args.seed)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -415,12 +433,15 @@ class GatedTraining:
                 f"processes must be those of the run to resume, {found.rows_per_update} (got "
                 f"{self.progress.rows_per_update}): otherwise its place in the data is lost."
             )
-        if found.seed not in (None, self.args.seed):
-            raise ValueError(
-                f"`seed` must be that of the run to resume, {found.seed} (got {self.args.seed}): the "
-                "order of the data follows from it."
-            )
-        found.seed = self.args.seed  # where an older checkpoint has none
+        if found.seed is None:  # an older checkpoint
+            found.seed = self.args.seed
+        for name in ("seed", "train_sampling_strategy"):
+            then, now = getattr(found, name), getattr(self.args, name)
+            if then != now:
+                raise ValueError(
+                    f"`{name}` must be that of the run to resume, {then} (got {now}): the order of the "
+                    "data follows from it."
+                )
         self.accelerator.load_state(str(folder))
         self.progress = found
         if self.accelerator.is_main_process and log.is_file():  # what comes after will come again

@@ -4,6 +4,7 @@ and measure BLEU on."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import add
 
 import numpy as np
 from datasets import Dataset, load_dataset
@@ -142,6 +143,8 @@ def tokenize(
     data_args: ParallelTextArguments,
     max_samples: int | None,
 ) -> Dataset:
+    """Pairs as a model takes them, with their texts; `num_tokens` counts the tokens of both sides, which
+    both are padded where pairs are grouped by length."""
     dataset = Dataset.from_dict({side: texts[:max_samples] for side, texts in pairs.items()})
 
     def tokenize_batch(examples):
@@ -155,7 +158,8 @@ def tokenize(
         )
         # T5 takes no segment ids, which some tokenizers return.
         features.pop("token_type_ids", None)
-        return {**features, "labels": labels["input_ids"]}
+        lengths = map(add, map(len, features["input_ids"]), map(len, labels["input_ids"]))
+        return {**features, "labels": labels["input_ids"], "num_tokens": list(lengths)}
 
     return dataset.map(tokenize_batch, batched=True, desc="Tokenizing")
 

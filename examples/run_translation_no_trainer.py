@@ -118,6 +118,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         sets["train"].select_columns(columns),
         collate,
         evaluate,
+        lengths=list(sets["train"]["num_tokens"]),
     )
     return training.train()
 

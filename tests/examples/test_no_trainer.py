@@ -16,16 +16,19 @@ import run_mlm_no_trainer
 import run_translation_no_trainer
 import torch
 import yaml
-from accelerate import tracking
+from accelerate import skip_first_batches, tracking
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker
 from accelerate_checkpoints import find_checkpoints
+from accelerate_sampling import EpochsGroupedByLength
 from datasets import Dataset
 from launching import launch
 from safetensors.torch import load_file
 from script_runs import command_line
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
 from hf_moa.training import TrainingDivergedError
@@ -224,6 +227,58 @@ def test_accumulation_changes_no_gradient(arguments, monkeypatch, tmp_path):
         torch.testing.assert_close(updated[1][name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
+def mean_padding(order, lengths, rows):
+    batches = [[lengths[i] for i in order[start : start + rows]] for start in range(0, len(order), rows)]
+    return sum(max(batch) * len(batch) - sum(batch) for batch in batches) / len(order)
+
+
+def test_rows_grouped_by_length_are_in_an_order_of_seed_and_epoch():
+    lengths = torch.randint(1, 50, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    sampler = EpochsGroupedByLength(lengths, 16, seed=1)
+    first = list(sampler)
+    torch.rand(3)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert second != first
+    assert sorted(first) == sorted(second) == list(range(400))
+    assert list(EpochsGroupedByLength(lengths, 16, seed=2)) == second  # as Accelerate's random order
+    assert mean_padding(first, lengths, 8) < 0.3 * mean_padding(range(400), lengths, 8)
+
+
+def test_processes_share_the_order_of_rows_grouped_by_length():
+    """And one that is resumed in the middle of an epoch."""
+    rows = list(range(40))
+
+    def batches(process_index=0, num_processes=1, skipped=0):
+        sampler = EpochsGroupedByLength([row % 7 for row in rows], 8, seed=0)
+        loader = DataLoader(rows, batch_size=8 // num_processes, sampler=sampler)
+        loader = prepare_data_loader(loader, None, num_processes, process_index)
+        loader.set_epoch(3)
+        loader = skip_first_batches(loader, skipped) if skipped else loader
+        return [batch.tolist() for batch in loader]
+
+    parts = zip(batches(0, 2), batches(1, 2), strict=True)
+    assert [first + second for first, second in parts] == batches()
+    assert batches(skipped=2) == batches()[2:]
+    assert batches(1, 2, skipped=2) == batches(1, 2)[2:]
+
+
+def test_batches_of_similar_length_resume_bit_for_bit(arguments, tmp_path):
+    whole = arguments("translation", per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    whole |= {"train_sampling_strategy": "group_by_length", "checkpointing_steps": 3}
+    whole |= {"max_train_steps": 6, "validation_source": None, "validation_target": None}
+    run("translation", whole)
+    parts = whole | {"output_dir": tmp_path / "parts", "resume_from_checkpoint": "latest"}
+    shutil.copytree(tmp_path / "out" / "step_3", tmp_path / "parts" / "step_3")
+    run("translation", parts)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(weights(parts)[name], tensor), name
+    random = whole | {"output_dir": tmp_path / "random", "train_sampling_strategy": "random"}
+    run("translation", random | {"max_train_steps": 1})
+    assert log(random)[0]["loss"] != log(whole)[0]["loss"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", SCRIPTS)
 def test_two_processes_train_as_one(task, arguments, tmp_path):
@@ -346,13 +401,17 @@ def test_resumed_run_keeps_its_tokenizer(arguments, tmp_path):
             {"resume_from_checkpoint": "latest", "seed": 7},
             r"`seed` must be that of the run to resume, 42 .got 7",
         ),
+        (
+            {"resume_from_checkpoint": "latest", "train_sampling_strategy": "group_by_length"},
+            r"`train_sampling_strategy` must be that of the run to resume, random .got group_by_length",
+        ),
     ],
 )
 def test_another_runs_folder_is_refused(changes, message, arguments):
-    values = arguments("clm", checkpointing_steps=2)
-    run("clm", values)
+    values = arguments("translation", checkpointing_steps=2, max_train_steps=2)
+    run("translation", values)
     with pytest.raises(ValueError, match=message):
-        run("clm", values | changes)
+        run("translation", values | changes)
 
 
 class Recorder(GeneralTracker):
@@ -468,6 +527,14 @@ def test_masks_follow_from_seed_epoch_and_place(arguments):
         (
             {"average_checkpoints": 3, "checkpointing_steps": 2},
             "`average_checkpoints` must be at most 2",
+        ),
+        (
+            {"train_sampling_strategy": "sorted"},
+            "`train_sampling_strategy` must be random or group_by_length .*'sorted'",
+        ),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            "`train_sampling_strategy` group_by_length needs rows of several lengths",
         ),
         ({"eval_steps": 0}, "`eval_steps` must be at least 1"),
         ({"max_train_steps": 0}, "`max_train_steps` must be at least 1"),
