@@ -1,8 +1,8 @@
-"""`python -m hf_moa` is `hf-moa`."""
+"""`python -m hf_moa` is `hf-moa`, but slower to help: Python imports the package first, and so torch."""
 
 import sys
 
-from .cli import main
+from hf_moa_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,11 +3,11 @@
 import re
 
 
-def field_meaning(config_class: type, name: str) -> str:
+def field_meaning(documentation: str | None, name: str) -> str:
     """The first sentence on a field in the docstring of its class.
 
     Args:
-        config_class: a class whose docstring has entries like `name (`type`, ...): text`.
+        documentation: the docstring, with entries like `name (`type`, ...): text`.
         name: the field.
 
     Returns:
@@ -16,7 +16,7 @@ def field_meaning(config_class: type, name: str) -> str:
     """
     entry = re.search(
         rf"^ +{name} \(.*?\):\s(.*?)(?=\n +\w+(?:, \w+)* \(`|\n\n|\Z)",
-        config_class.__doc__ or "",
+        documentation or "",
         flags=re.MULTILINE | re.DOTALL,
     )
     if entry is None:

@@ -2,16 +2,19 @@ import dataclasses
 import json
 import subprocess
 import sys
+import typing
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 import hf_moa
-from hf_moa.cli import main
-from hf_moa.field_meanings import field_meaning
+from hf_moa import MoaBertConfig
 from hf_moa.modeling.configuration_gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
+from hf_moa_cli import main
+from hf_moa_cli.gating_fields import gating_fields
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +71,49 @@ def test_help_shows_an_example(command, capsys):
     assert f"example: hf-moa {command}" in capsys.readouterr().out
 
 
-def test_help_of_upcycle_says_what_every_field_is(capsys):
+def test_help_of_upcycle_says_what_every_field_is(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # nothing is broken into lines
     with pytest.raises(SystemExit):
         main(["upcycle", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--mae-num-dropped-heads" in text
     assert "Heads that each MAE expert leaves out" in text
     assert "--cct-budgets BUDGET [BUDGET ...]" in text
-    for field in dataclasses.fields(GatingConfig):
-        assert field_meaning(GatingConfig, field.name) or field.name.startswith("output_"), field.name
+    shown = [f for f in gating_fields() if f"--{f.name.replace('_', '-')}" in text]
+    assert len(shown) > 20
+    assert all(f"{field.meaning} (default: {field.default})" in text for field in shown)
+
+
+def test_fields_of_the_command_line_are_those_of_the_configuration():
+    hints = typing.get_type_hints(GatingConfig)
+    for field, own in zip(gating_fields(), dataclasses.fields(GatingConfig), strict=True):
+        kinds = typing.get_args(hints[own.name]) or (hints[own.name],)
+        names = tuple("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        assert (field.name, field.kinds, field.default) == (own.name, names, own.default)
+        assert field.meaning or own.name.startswith("output_"), own.name
+        if field.choices is not None:
+            with pytest.raises(ValueError, match=", ".join(map(repr, field.choices))):
+                MoaBertConfig(**{own.name: "nonsense"})
+
+
+def test_help_and_mistakes_do_not_wait_for_slow_imports():
+    commands = "quickstart", "upcycle", "analyze", "benchmark", "card", "env"
+    lines = [["--help"], [], *([command, "--help"] for command in commands)]
+    lines += [["upcycle", "only-src"], ["analyze", "model", "--data", "x", "--limit", "0"]]
+    lines += [["benchmark", "model", "--turns", "many"], ["card", "model", "--output", "."]]
+    code = f"""
+import contextlib, sys
+from hf_moa_cli import main
+for argv in {lines}:
+    with contextlib.suppress(SystemExit):
+        assert main(argv) == 2
+    slow = {{"torch", "transformers", "datasets", "huggingface_hub", "hf_moa"}} & set(sys.modules)
+    assert not slow, (argv, slow)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    assert 'hf-moa = "hf_moa_cli:main"' in pyproject.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("argv", [[], ["nonsense"], ["env", "--nonsense"], ["upcycle", "only-src"]])

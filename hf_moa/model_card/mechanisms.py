@@ -139,7 +139,7 @@ def _value(config: GatingConfig, name: str) -> Any:
 
 
 def _meaning(config: GatingConfig, name: str) -> str:
-    meaning = field_meaning(type(config), name) or field_meaning(GatingConfig, name)
+    meaning = field_meaning(type(config).__doc__, name) or field_meaning(GatingConfig.__doc__, name)
     return meaning[:1].upper() + meaning[1:]
 
 

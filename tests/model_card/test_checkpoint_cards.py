@@ -9,9 +9,9 @@ from cards import BUDGET_ROWS, LOG, RESULTS, full_card, plain_classifier, refusa
 from families import CASE
 from huggingface_hub import EvalResult
 
-from hf_moa.cli import card as command
 from hf_moa.model_card import checkpoint_card, read_card, write_card
 from hf_moa.model_card.tables import budget_table
+from hf_moa_cli import card as command
 
 
 def card_command(*argv):

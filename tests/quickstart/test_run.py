@@ -5,7 +5,6 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_moa
-from hf_moa.cli import main
 from hf_moa.quickstart import run
 from hf_moa.quickstart.corpus import Example
 from hf_moa.quickstart.gates import choose_example, expert_weights_by_class, token_compute
@@ -14,6 +13,7 @@ from hf_moa.quickstart.reload import ReloadError, check_reload
 from hf_moa.quickstart.run import run_quickstart
 from hf_moa.quickstart.settings import QuickstartSettings
 from hf_moa.quickstart.tokenizer import train_tokenizer
+from hf_moa_cli import main
 
 LABELS = ["asyncio", "email"]
 

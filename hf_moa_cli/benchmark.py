@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1 (got {value})")
     import torch
 
-    from ..analysis.observe import gated_model_of
-    from ..benchmark import benchmark
-    from ..environment import environment
+    from hf_moa.analysis.observe import gated_model_of
+    from hf_moa.benchmark import benchmark
+    from hf_moa.environment import environment
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -84,7 +84,7 @@ def _batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
             ids[:, -1] = end
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     else:
-        from ..analysis.text_batches import TextBatches, read_text
+        from hf_moa.analysis.text_batches import TextBatches, read_text
 
         tokenizer = tokenizer_of(args.checkpoint)
         if tokenizer is None:

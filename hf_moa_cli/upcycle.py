@@ -1,13 +1,11 @@
 """`hf-moa upcycle`: a pretrained checkpoint becomes a gated one."""
 
 import argparse
-import dataclasses
-import types
-import typing
 from collections.abc import Callable
 from typing import Any
 
 from .command import add_command, budget, given, tokenizer_of, without_bars
+from .gating_fields import GatingField, gating_fields
 
 _MARKER = "config.json"
 # What upcycle takes besides the gating fields.
@@ -35,45 +33,30 @@ def add(commands: Any) -> None:
     fields = parser.add_argument_group(
         "gating", "Fields of the configuration; those not given keep their defaults."
     )
-    from ..field_meanings import field_meaning
-    from ..modeling import configuration_gating as gating
-
-    choices = {
-        "attention_type": gating.ATTENTION_TYPES,
-        "mae_gate_type": gating.MAE_GATE_TYPES,
-        "router_type": gating.ROUTER_TYPES,
-        "ffn_type": gating.FFN_TYPES,
-        "cct_execution": gating.CCT_EXECUTIONS,
-    }
     for name, meaning in _HEAD_FIELDS.items():
         fields.add_argument(
             "--" + name.replace("_", "-"), type=int, default=argparse.SUPPRESS, help=meaning
         )
-    hints = typing.get_type_hints(gating.GatingConfig)
-    for field in dataclasses.fields(gating.GatingConfig):
+    for field in gating_fields():
         # upcycle admits one value of cct_sublayer_norm; the last are wishes for outputs.
         if field.name == "cct_sublayer_norm" or field.name.startswith("output_"):
             continue
-        options = _field_options(field, hints[field.name])
-        meaning = field_meaning(gating.GatingConfig, field.name)
-        options["help"] = f"{meaning} (default: {field.default})".replace("%", "%%")
-        if field.name in choices:
-            options["choices"] = choices[field.name]
-        fields.add_argument("--" + field.name.replace("_", "-"), **options)
+        fields.add_argument("--" + field.name.replace("_", "-"), **_options(field))
 
 
-def _field_options(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
+def _options(field: GatingField) -> dict[str, Any]:
     """Options of `add_argument` for one field of `GatingConfig`."""
-    options: dict[str, Any] = {"default": argparse.SUPPRESS}
-    if hint is bool:
+    meaning = f"{field.meaning} (default: {field.default})".replace("%", "%%")
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": meaning, "choices": field.choices}
+    first = field.kinds[0]
+    if first == "bool":
         return options | {"action": argparse.BooleanOptionalAction}
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if list in kinds:
+    if first == "list":
         return options | {"type": budget, "nargs": "+", "metavar": "BUDGET"}
-    if types.NoneType in kinds:
-        kind = next(kind for kind in kinds if kind is not types.NoneType)
-        return options | {"type": _or_none(kind), "metavar": f"{kind.__name__.upper()}|none"}
-    return options | {"type": hint}
+    kind = {"int": int, "float": float, "str": str}[first]
+    if "None" in field.kinds:
+        return options | {"type": _or_none(kind), "metavar": f"{first.upper()}|none"}
+    return options | {"type": kind}
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:
@@ -85,9 +68,9 @@ def _or_none(kind: type) -> Callable[[str], Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import upcycle
-    from ..modeling.configuration_gating import GatingConfig
-    from ..output_folder import output_folder
+    from hf_moa import upcycle
+    from hf_moa.modeling.configuration_gating import GatingConfig
+    from hf_moa.output_folder import output_folder
 
     fields = given(args, GatingConfig)
     fields |= {name: value for name, value in vars(args).items() if name in _HEAD_FIELDS}

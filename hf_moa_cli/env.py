@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..environment import environment
+    from hf_moa.environment import environment
 
     facts = environment()
     if args.json:

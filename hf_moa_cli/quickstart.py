@@ -41,9 +41,9 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..quickstart.reload import ReloadError
-    from ..quickstart.run import run_quickstart
-    from ..quickstart.settings import QuickstartSettings
+    from hf_moa.quickstart.reload import ReloadError
+    from hf_moa.quickstart.run import run_quickstart
+    from hf_moa.quickstart.settings import QuickstartSettings
 
     settings = QuickstartSettings(**given(args, QuickstartSettings))
     try:

@@ -48,8 +48,6 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..model_card import checkpoint_card, read_card, write_card
-
     beside = Path(args.checkpoint) / "README.md"
     output = Path(args.output) if args.output is not None else beside
     if output.is_dir():
@@ -59,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
             f"{output} is there already; give --overwrite to replace it (your own sections stay), or "
             "another file with --output"
         )
+    from hf_moa.model_card import checkpoint_card, read_card, write_card
+
     card = checkpoint_card(
         args.checkpoint,
         name=args.name,

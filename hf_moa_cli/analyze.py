@@ -78,9 +78,9 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    from ..analysis import analyze, write_report
-    from ..analysis.observe import gated_model_of
-    from ..analysis.text_batches import TextBatches, read_text
+    from hf_moa.analysis import analyze, write_report
+    from hf_moa.analysis.observe import gated_model_of
+    from hf_moa.analysis.text_batches import TextBatches, read_text
 
     columns = {
         role: getattr(args, f"{role}_column")
@@ -144,8 +144,8 @@ def _metrics(args: argparse.Namespace, model: Any, batches: Any) -> dict[str, An
     """Tables of what the gates are worth."""
     from tqdm.auto import tqdm
 
-    from ..analysis import budget_metrics, evaluate, expert_selection
-    from ..analysis.observe import gated_model_of
+    from hf_moa.analysis import budget_metrics, evaluate, expert_selection
+    from hf_moa.analysis.observe import gated_model_of
 
     def measure(budget: Any = None) -> dict[str, float]:
         return evaluate(model, tqdm(batches, desc="evaluate"), budget=budget)

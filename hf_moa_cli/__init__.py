@@ -9,6 +9,10 @@ hf-moa env --json
 
 Mistakes of the user end in one line on standard error and exit code 2, a quickstart whose
 checkpoint does not reload in 1, an interruption in 130; anything unexpected keeps its traceback.
+
+The package stands beside `hf_moa` and not in it: importing that imports torch and transformers, to
+register its classes, and `--help` is not to wait for them. So all imports of it, and of other slow
+packages, stand inside the functions that carry a command out.
 """
 
 import argparse
@@ -17,8 +21,6 @@ import sys
 from collections.abc import Sequence
 
 from . import analyze, benchmark, card, env, quickstart, upcycle
-
-# Slow imports (torch, Trainer) stand inside the functions that need them.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
