@@ -105,14 +105,18 @@ def _batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| model | budget | execution | compute fraction | ms | ± % | ratio |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    from hf_moa.markdown import table
+
+    lines = []
     for row in rows:
-        cells = ["" if value is None else str(value) for value in list(row.values())[:3]]
         fraction = row["compute_fraction"]
-        cells.append("" if fraction is None else f"{fraction:.3f}")
-        cells += [f"{row['milliseconds']:.2f}", f"{row['spread']:.1f}", f"{row['ratio']:.3f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(
+            [
+                *("" if value is None else str(value) for value in list(row.values())[:3]),
+                "" if fraction is None else f"{fraction:.3f}",
+                f"{row['milliseconds']:.2f}",
+                f"{row['spread']:.1f}",
+                f"{row['ratio']:.3f}",
+            ]
+        )
+    return table(["model", "budget", "execution", "compute fraction", "ms", "± %", "ratio"], lines)

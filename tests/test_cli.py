@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import typing
@@ -321,6 +322,18 @@ def test_benchmark_times_each_budget_beside_the_plain_model(gated_dir, texts, ca
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
     assert all(0 < row["compute_fraction"] <= 1 for row in rows[1:])
     assert found["environment"]["torch"] == torch.__version__
+
+
+def test_benchmark_prints_a_table(gated_dir, capsys):
+    assert main(["benchmark", str(gated_dir), "--turns", "2", "--length", "8"]) == 0
+    head, line, plain, *gated = capsys.readouterr().out.splitlines()[2:]
+    assert head == "| model | budget | execution | compute fraction | ms | ± % | ratio |"
+    assert line == "|---|---|---|---|---|---|---|"
+    number = r"\d+\.\d"
+    assert re.fullmatch(
+        rf"\| BertForSequenceClassification \|  \|  \|  \| {number}\d \| {number} \| 1\.000 \|", plain
+    )
+    assert [row.split(" | ")[1:3] for row in gated] == [["1", "dense"], ["1", "auto"], ["0.5", "auto"]]
 
 
 @pytest.mark.parametrize(

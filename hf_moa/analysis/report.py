@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from hf_moa import markdown
+
 from .analyze import Analysis
 from .sections import CODE, SECTIONS, Section
 
@@ -85,17 +87,12 @@ def _write_markdown(analysis: Analysis, path: Path, title: str, sections: list[S
 
 def markdown_table(table: pd.DataFrame) -> str:
     """A table in Markdown, floats with three decimals."""
-
-    def line(cells: Any) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    rows = [line(map(_markdown_text, row)) for row in table.to_numpy(object)]
-    return "\n".join([line(map(str, table.columns)), "|" + "---|" * len(table.columns), *rows])
+    return markdown.table(map(str, table.columns), table.to_numpy(object), cell=_markdown_text)
 
 
 def _markdown_text(value: Any) -> str:
     """A cell; tokens are code."""
-    pieces = _cell(value).replace("|", "\\|").split(CODE)
+    pieces = markdown.escaped(_cell(value)).split(CODE)
     for i in range(1, len(pieces), 2):
         mark = "``" if "`" in pieces[i] else "`"
         pieces[i] = f"{mark} {pieces[i]} {mark}" if mark == "``" else f"{mark}{pieces[i]}{mark}"

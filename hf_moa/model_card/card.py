@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_moa.markdown import table, union_table
 from hf_moa.modeling.configuration_gating import GatingConfig
 from hf_moa.upcycle_families import family_of
 
@@ -15,7 +16,7 @@ from .expert_load import expert_load_table
 from .facts import TrainingFacts, is_finite, is_hub_id
 from .loading import class_of, loading_in_words, task_of
 from .mechanisms import citations, mechanism_phrases, mechanism_tags, mechanisms_in_words
-from .tables import budget_table, data_table, result_table, table, union_table
+from .tables import budget_table, data_table, result_table
 
 # What stands under these headings is written anew with every card; what stands under others stays.
 LOADING = "How to load"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tables import table
+from hf_moa.markdown import table
 
 # With more experts than this, their shares do not fit on a line.
 _MOST_SHARES = 16

@@ -1,35 +1,15 @@
-"""A card's tables in Markdown."""
+"""The tables of a card."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import EvalResult
 
+from hf_moa.markdown import cell, table
+
 from .facts import DataUsed
-
-
-def cell(value: Any) -> str:
-    """A value in a table: floats with four significant digits, and nothing that ends the cell."""
-    if value is None:
-        return ""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """A Markdown table."""
-    columns = list(columns)
-    lines = [columns, *([cell(value) for value in row] for row in rows)]
-    head, *body = ("| " + " | ".join(line) + " |" for line in lines)
-    return "\n".join([head, "|" + "---|" * len(columns), *body])
-
-
-def union_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table whose columns are all keys of the rows, in the order in which they come up."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    return table(columns, ([row.get(key) for key in columns] for row in rows))
 
 
 def data_table(data: Sequence[DataUsed]) -> str:

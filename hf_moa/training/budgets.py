@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from transformers import Trainer
 
+from hf_moa.markdown import union_table
+
 Budget = float | tuple[float, float]
 
 # Trainer's own timing entries: `seconds` is measured here, and its rates follow from it.
@@ -161,13 +163,4 @@ def format_budget_table(rows: Sequence[dict]) -> str:
     """
     if not rows:
         raise ValueError("`rows` must hold at least one row of `evaluate_budgets` (got none).")
-    columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-
-    def cell(value) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    def line(cells) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    body = [line(cell(row.get(column, "")) for column in columns) for row in rows]
-    return "\n".join([line(columns), "|" + "---|" * len(columns), *body])
+    return union_table(rows)

@@ -1,0 +1,43 @@
+"""Tables in Markdown.
+
+print(table(["budget", "loss"], [[1, 0.25], [0.5, None]]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+
+def escaped(text: str) -> str:
+    """Text without what would end a cell or its line."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def cell(value: Any) -> str:
+    """A value in a table: floats with four significant digits, None as nothing."""
+    if value is None:
+        return ""
+    return escaped(f"{value:.4g}" if isinstance(value, float) else str(value))
+
+
+def table(
+    columns: Iterable[str], rows: Iterable[Iterable[Any]], *, cell: Callable[[Any], str] = cell
+) -> str:
+    """A table.
+
+    Args:
+        columns: their names.
+        rows: of values, one for each column.
+        cell: value -> the text of its cell, which is `escaped`.
+    """
+    columns = list(columns)
+    lines = [columns, *([cell(value) for value in row] for row in rows)]
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
+
+
+def union_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table whose columns are all keys of the rows, in the order in which they come up."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return table(columns, ([row.get(key) for key in columns] for row in rows))

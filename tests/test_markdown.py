@@ -1,0 +1,27 @@
+from hf_moa.markdown import escaped, table, union_table
+
+
+def test_values_do_not_break_a_table():
+    assert table(["a"], [["x | y\nz"], [1 / 3], [None], [float("nan")]]).splitlines() == [
+        "| a |",
+        "|---|",
+        "| x \\| y z |",
+        "| 0.3333 |",
+        "|  |",
+        "| nan |",
+    ]
+
+
+def test_cells_can_have_another_form():
+    written = table(["a", "b"], [[0.5, "x|y"]], cell=lambda value: escaped(f"<{value}>"))
+    assert written.splitlines()[2] == "| <0.5> | <x\\|y> |"
+
+
+def test_columns_are_all_that_come_up():
+    rows = [{"a": 1, "b": (1.0, 0.5)}, {"c": 2.0, "a": 3}]
+    assert union_table(rows).splitlines() == [
+        "| a | b | c |",
+        "|---|---|---|",
+        "| 1 | (1.0, 0.5) |  |",
+        "| 3 |  | 2 |",
+    ]
