@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from common import batch, randomize
 from families import CASE
+from transformers import BertConfig, BertForSequenceClassification
 
 from hf_moa.training import MoaSeq2SeqTrainingArguments, MoaTrainer, MoaTrainingArguments
 
@@ -13,6 +14,17 @@ CLASSES = {
     "bert-lm": CASE["BertForMaskedLM"],
     "gpt2": CASE["GPT2LMHeadModel"],
     "t5": CASE["T5ForConditionalGeneration"],
+}
+VARIANTS = {
+    "mha": {},
+    "mae": {"attention_type": "mae"},
+    "moa": {"attention_type": "moa", "router_type": "noisy_topk", "ffn_type": "moe"},
+    "mae-cct": {"attention_type": "mae", "cct_budgets": [1, 0.5]},
+}
+Z_LOSS_ALONE = {  # the balance loss, a product of two means, is no sum over micro-batches
+    "attention_type": "moa",
+    "router_balance_loss_coef": 0.0,
+    "router_z_loss_coef": 1.0,
 }
 # Updates are gradients times -1, so that equal models mean equal gradients.
 PLAIN_SGD = {
@@ -94,3 +106,16 @@ def assert_same(actual, expected):
     assert set(actual) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
+
+
+def tensors(model):
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def logged(made):
+    return [entry for entry in made.state.log_history if "loss" in entry]
+
+
+def plain_classifier(**fields):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return BertForSequenceClassification(BertConfig(vocab_size=67, num_labels=3, **sizes, **fields))
