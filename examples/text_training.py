@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     HfArgumentParser,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -59,6 +60,10 @@ class ModelArguments(HubArguments):
         "Path of a pretrained model, or its name on the Hub. Default: from scratch."
     )
     model_type: str | None = optional("From scratch: the kind of model.")
+    config_name: str | None = optional(
+        "Path or name of a config: from scratch, in the place of `model_type`; of a checkpoint, in the "
+        "place of its own."
+    )
     config_overrides: str | None = optional(
         "From scratch: fields of the model's config, such as n_layer=4,n_embd=256."
     )
@@ -71,15 +76,19 @@ class ModelArguments(HubArguments):
     )
 
     def __post_init__(self):
-        if (self.model_name_or_path is None) == (self.model_type is None):
+        kinds = [self.model_name_or_path, self.model_type]
+        if self.model_name_or_path is None:  # a checkpoint may have another config
+            kinds.append(self.config_name)
+        if sum(kind is not None for kind in kinds) != 1:
             raise ValueError(
-                "Give either `model_name_or_path`, to start from a checkpoint, or `model_type`, to "
-                f"start from scratch (got {self.model_name_or_path!r} and {self.model_type!r})."
+                "Give either `model_name_or_path`, to start from a checkpoint, or `model_type` or "
+                f"`config_name`, to start from scratch (got {self.model_name_or_path!r}, "
+                f"{self.model_type!r} and {self.config_name!r})."
             )
         if self.model_name_or_path is not None and self.config_overrides is not None:
             raise ValueError(
-                "`config_overrides` describes a model from scratch and needs `model_type`, not "
-                f"`model_name_or_path` (got {self.config_overrides!r})."
+                "`config_overrides` describes a model from scratch and needs `model_type` or "
+                f"`config_name`, not `model_name_or_path` (got {self.config_overrides!r})."
             )
 
 
@@ -196,19 +205,31 @@ def load_model(
         token_fields: config fields that follow from the tokenizer, for a model from scratch.
     """
     if model_args.model_name_or_path is None:
-        fields = _config_fields(model_args, gating_args, token_fields)
-        model = auto_class.from_config(AutoConfig.for_model(model_args.model_type, **fields))
+        model = auto_class.from_config(_new_config(model_args, gating_args, token_fields))
         logger.info(f"A new {type(model).__name__} with {model.num_parameters():,} parameters.")
         return model
-    model = auto_class.from_pretrained(model_args.model_name_or_path, **model_args.hub_kwargs())
+    config = {} if model_args.config_name is None else {"config": _named_config(model_args)}
+    model = auto_class.from_pretrained(
+        model_args.model_name_or_path, **config, **model_args.hub_kwargs()
+    )
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     return convert(model, gating_args)
 
 
-def _config_fields(model_args: ModelArguments, gating_args: GatingArguments, token_fields: dict) -> dict:
-    """The fields of a config from scratch, under the names that its class has for them."""
-    default = AutoConfig.for_model(model_args.model_type)
+def _named_config(model_args: ModelArguments) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(model_args.config_name, **model_args.hub_kwargs())
+
+
+def _new_config(
+    model_args: ModelArguments, gating_args: GatingArguments, token_fields: dict
+) -> PreTrainedConfig:
+    """A config from scratch: what is given, under the names that its class has for the fields."""
+    if model_args.config_name is None:
+        default, known = AutoConfig.for_model(model_args.model_type), {}
+    else:
+        default = _named_config(model_args)
+        known = default.to_dict()
     fields = {}
     for origin, given in (
         ("`config_overrides`", _parse_overrides(model_args.config_overrides)),
@@ -220,7 +241,7 @@ def _config_fields(model_args: ModelArguments, gating_args: GatingArguments, tok
             if not hasattr(default, name) and alias not in token_fields:
                 raise ValueError(
                     f"`{alias}` must be a field of {type(default).__name__}, the config of "
-                    f"`model_type` {model_args.model_type} (got it from {origin}). Gates need a "
+                    f"`model_type` {default.model_type} (got it from {origin}). Gates need a "
                     "moa_ model."
                 )
             if fields.setdefault(name, value) != value:
@@ -228,7 +249,7 @@ def _config_fields(model_args: ModelArguments, gating_args: GatingArguments, tok
                     f"`{alias}` must have one value (got {fields[name]!r}, and {value!r} from "
                     f"{origin}). Give it once."
                 )
-    return fields
+    return type(default)(**known | fields)
 
 
 def _parse_overrides(overrides: str | None) -> dict:
