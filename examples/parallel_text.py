@@ -3,6 +3,7 @@ and measure BLEU on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import add
 
@@ -10,7 +11,8 @@ import numpy as np
 from datasets import Dataset, load_dataset
 from gating_arguments import optional
 from sacrebleu.metrics import BLEU
-from text_training import IGNORE_INDEX, ModelArguments, read_lines, train_byte_level_bpe
+from text_files import is_table, read_lines, read_rows
+from text_training import IGNORE_INDEX, ModelArguments, train_byte_level_bpe
 from tokenizers.processors import TemplateProcessing
 from transformers import EvalPrediction, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -23,8 +25,13 @@ class ParallelTextArguments:
 
     dataset_name: str | None = optional("Data set of the Hub with a column `translation`, not files.")
     dataset_config_name: str | None = optional("Configuration of the data set.")
-    source_lang: str | None = optional("What the column has the sources under, such as en.")
-    target_lang: str | None = optional("What it has the targets under, such as de.")
+    train_file: str | None = optional(
+        "Training pairs in one file: .json or .jsonl with `translation`, a text by language; .csv with "
+        "a column by language."
+    )
+    validation_file: str | None = optional("Pairs to evaluate on in one file.")
+    source_lang: str | None = optional("What there the sources are under, such as en.")
+    target_lang: str | None = optional("What there the targets are under, such as de.")
     train_source: str | None = optional("Training text, a sentence a line, plain or .gz.")
     train_target: str | None = optional("Its translation, line by line.")
     validation_source: str | None = optional("Text for --do_eval.")
@@ -44,24 +51,40 @@ class ParallelTextArguments:
     )
 
     def __post_init__(self):
-        files = [name for name in vars(self) if name.endswith(("_source", "_target"))]
+        files = [name for name in vars(self) if name.endswith(("_source", "_target", "_file"))]
         given = [name for name in files if getattr(self, name) is not None]
-        if self.dataset_name is None:
-            return
-        if given:
+        if self.dataset_name is not None and given:
             raise ValueError(
                 f"Give either `dataset_name` or files, not both (got {self.dataset_name!r} and "
                 f"`{given[0]}`)."
             )
-        if self.source_lang is None or self.target_lang is None:
+        by_language = [] if self.dataset_name is None else ["dataset_name"]
+        for split in ("train", "validation", "test"):
+            if f"{split}_file" in given:
+                self._check_file(split)
+                by_language.append(f"{split}_file")
+        if by_language and (self.source_lang is None or self.target_lang is None):
             raise ValueError(
-                "`dataset_name` needs `source_lang` and `target_lang` (got "
+                f"`{by_language[0]}` needs `source_lang` and `target_lang` (got "
                 f"{self.source_lang!r} and {self.target_lang!r})."
+            )
+
+    def _check_file(self, split: str) -> None:
+        path, source = getattr(self, f"{split}_file"), getattr(self, f"{split}_source")
+        if not is_table(path):
+            raise ValueError(
+                f"`{split}_file` must be a .json, .jsonl or .csv file, plain or .gz (got {path}). Texts "
+                f"line by line are for `{split}_source` and `{split}_target`."
+            )
+        if source is not None:
+            raise ValueError(
+                f"Give either `{split}_file` or `{split}_source`, not both (got {path} and {source})."
             )
 
     def has(self, split: str) -> bool:
         """Whether there may be pairs of a split."""
-        return self.dataset_name is not None or getattr(self, f"{split}_source") is not None
+        files = (getattr(self, f"{split}_file"), getattr(self, f"{split}_source"))
+        return self.dataset_name is not None or any(files)
 
 
 def load_pairs(
@@ -74,13 +97,18 @@ def load_pairs(
     """
     if data_args.dataset_name is not None:
         return _pairs_of_dataset(data_args, split, model_args)
+    path = getattr(data_args, f"{split}_file")
+    if path is not None:
+        rows = read_rows(path, f"{split}_file")
+        return _pairs_of_rows([row.get("translation", row) for row in rows], data_args)
     pairs = {}
     for side in ("source", "target"):
         flag = f"{split}_{side}"
         path = getattr(data_args, flag)
         if path is None:
             raise ValueError(
-                f"`{flag}` is needed: give the {split} text as `{split}_source` and `{split}_target`."
+                f"`{flag}` is needed: give the {split} text as `{split}_source` and `{split}_target`, "
+                f"or as `{split}_file`."
             )
         pairs[side] = [line.strip() for line in read_lines(path, flag)]
     numbers = {side: len(lines) for side, lines in pairs.items()}
@@ -108,16 +136,22 @@ def _pairs_of_dataset(
             "`dataset_name` must have a column 'translation' (got "
             f"{', '.join(splits[split].column_names)})."
         )
-    rows = splits[split]["translation"]
-    pairs = {}
-    for side in ("source", "target"):
-        language = getattr(data_args, f"{side}_lang")
-        if language not in rows[0]:
-            raise ValueError(
-                f"`{side}_lang` must be a language of the data set (got {language!r}; there are "
-                f"{', '.join(rows[0])})."
-            )
-        pairs[side] = [row[language].strip() for row in rows]
+    return _pairs_of_rows(splits[split]["translation"], data_args)
+
+
+def _pairs_of_rows(rows: Iterable[dict], data_args: ParallelTextArguments) -> dict[str, list[str]]:
+    """Of rows with a text by language."""
+    pairs = {"source": [], "target": []}
+    for i, row in enumerate(rows):
+        found = row if isinstance(row, dict) else {}
+        for side, texts in pairs.items():
+            language = getattr(data_args, f"{side}_lang")
+            if not isinstance(found.get(language), str):
+                raise ValueError(
+                    f"`{side}_lang` must be a language of every pair (got {language!r}; there are "
+                    f"{', '.join(found) or 'none'} in pair {i})."
+                )
+            texts.append(found[language].strip())
     return pairs
 
 

@@ -67,6 +67,7 @@ logger = logging.getLogger(__name__)
 class DataTrainingArguments(ParallelTextArguments):
     """Which pairs of texts to train and evaluate on, and how they are prepared."""
 
+    test_file: str | None = optional("Pairs for --do_predict in one file.")
     test_source: str | None = optional("Text for --do_predict.")
     test_target: str | None = optional("Its translation.")
     max_train_samples: int | None = optional("Train on the first so many pairs only.")

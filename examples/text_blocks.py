@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import datasets
 import numpy as np
 import torch
 from gating_arguments import optional
-from text_training import IGNORE_INDEX, ModelArguments, read_lines, train_byte_level_bpe
+from text_files import is_table, read_lines, read_rows, text_column
+from text_training import IGNORE_INDEX, ModelArguments, train_byte_level_bpe
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -23,7 +25,9 @@ class TextFileArguments:
 
     dataset_name: str | None = optional("Data set of the Hub, instead of files.")
     dataset_config_name: str | None = optional("Its configuration.")
-    train_file: str | None = optional("Training text, plain or .gz.")
+    train_file: str | None = optional(
+        "Training text, plain or .gz; of .csv, .json or .jsonl, the column `text` or else the first."
+    )
     validation_file: str | None = optional("Text to evaluate on while and after training.")
 
     def __post_init__(self):
@@ -85,10 +89,12 @@ class TextBlocks(Dataset):
 def load_lines(model_args: ModelArguments, data_args: TextFileArguments, split: str) -> list[str]:
     """The text of a split, as lines with their ends."""
     if data_args.dataset_name is None:
-        path = data_args.files()[split]
+        path, flag = data_args.files()[split], f"{split}_file"
         if path is None:
             raise ValueError(f"The {split} text is needed: give `{split}_file` or `dataset_name`.")
-        return read_lines(path, f"{split}_file")
+        if is_table(path):
+            return _with_ends(text_column(read_rows(path, flag), flag))
+        return read_lines(path, flag)
     raw_datasets = datasets.load_dataset(
         data_args.dataset_name,
         data_args.dataset_config_name,
@@ -100,8 +106,11 @@ def load_lines(model_args: ModelArguments, data_args: TextFileArguments, split: 
             f"`dataset_name` must have the split {split!r} (got {', '.join(raw_datasets)})."
         )
     columns = raw_datasets[split].column_names
-    rows = raw_datasets[split]["text" if "text" in columns else columns[0]]
-    return [row if row.endswith("\n") else row + "\n" for row in rows]
+    return _with_ends(raw_datasets[split]["text" if "text" in columns else columns[0]])
+
+
+def _with_ends(texts: Iterable[str]) -> list[str]:
+    return [text if text.endswith("\n") else text + "\n" for text in texts]
 
 
 def load_splits(model_args: ModelArguments, data_args: TextFileArguments) -> dict[str, list[str]]:

@@ -1,6 +1,5 @@
 """What the example scripts that train on text files share: files, tokenizer, model, `Trainer` runs."""
 
-import gzip
 import json
 import logging
 import sys
@@ -128,22 +127,6 @@ def find_checkpoint(training_args: TrainingArguments) -> str | None:
     if checkpoint is not None:
         logger.info(f"Resuming from {checkpoint}; to train anew, give another --output_dir.")
     return checkpoint
-
-
-def read_lines(path: str, flag: str) -> list[str]:
-    """The lines of a UTF-8 text file, plain or .gz, with their ends.
-
-    Raises:
-        ValueError: there is no such file, or it is empty; the message names `flag`.
-    """
-    if not Path(path).is_file():
-        raise ValueError(f"`{flag}` must be a text file, plain or .gz (got {path}: no such file).")
-    opened = gzip.open if path.endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        lines = list(file)
-    if not lines:
-        raise ValueError(f"`{flag}` must hold text (got {path}, which is empty).")
-    return lines
 
 
 def load_tokenizer(

@@ -13,7 +13,7 @@ import run_clm
 import torch
 from datasets import Dataset
 from script_runs import command_line, read_json
-from text_training import read_lines
+from text_files import read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_moa

@@ -1,0 +1,109 @@
+"""Files that the example scripts read."""
+
+import csv
+import gzip
+import json
+
+import pytest
+from parallel_text import ParallelTextArguments, load_pairs
+from text_blocks import TextFileArguments, load_lines
+
+TEXTS = ["A gate, and\nanother.\n", 'It "opens".', "ä"]
+LINES = ["A gate, and\nanother.\n", 'It "opens".\n', "ä\n"]
+
+
+def write_rows(path, rows):
+    """As CSV, as a JSON object a line, or as a JSON list, by the name."""
+    opened = gzip.open if path.name.endswith(".gz") else open
+    with opened(path, "wt", encoding="utf-8", newline="") as file:
+        if ".csv" in path.name:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        elif ".jsonl" in path.name:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        else:
+            json.dump(rows, file, indent=1)
+    return str(path)
+
+
+@pytest.mark.parametrize("column", ["text", "content"])
+@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.jsonl", "a.csv.gz", "a.jsonl.gz"])
+def test_texts_of_a_table(name, column, tmp_path):
+    """In the column `text` wherever it is, or else in the first one."""
+    rows = [{column: text, "id": str(i)} for i, text in enumerate(TEXTS)]
+    rows = [dict(reversed(row.items())) for row in rows] if column == "text" else rows
+    path = write_rows(tmp_path / name, rows)
+    assert load_lines(None, TextFileArguments(train_file=path), "train") == LINES
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.jsonl"])
+def test_pairs_of_a_table_are_those_of_two_files(name, tmp_path):
+    english, german = ["a gate", "two gates"], ["ein Tor", "zwei Tore"]
+    rows = [{"de": de, "en": en} for en, de in zip(english, german, strict=True)]
+    path = write_rows(
+        tmp_path / name, rows if ".csv" in name else [{"translation": row} for row in rows]
+    )
+    for side, texts in (("en", english), ("de", german)):
+        (tmp_path / side).write_text("\n".join(texts) + "\n")
+    files = {"validation_source": str(tmp_path / "en"), "validation_target": str(tmp_path / "de")}
+    expected = load_pairs(ParallelTextArguments(**files), "validation")
+    table = ParallelTextArguments(validation_file=path, source_lang="en", target_lang="de")
+    assert load_pairs(table, "validation") == expected == {"source": english, "target": german}
+    assert table.has("validation")
+    assert not table.has("train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "{", "`train_file` must hold a JSON object a line"),
+        ("a.jsonl", '{"text": "a"}\nb\n', "`train_file` must hold a JSON object a line"),
+        ("a.json", "[]", "`train_file` must hold rows of named columns"),
+        ("a.json", '["a"]', "`train_file` must hold rows of named columns"),
+        ("a.csv", "text\n", "`train_file` must hold rows of named columns"),
+        ("a.jsonl", '{"text": "a"}\n{"text": 1}', r"`train_file` must have a text .*'text' \(row 1 is"),
+        ("a.jsonl", "{}", r"`train_file` must have a text .*'text' \(row 0 is \{\}\)"),
+    ],
+)
+def test_tables_without_texts_are_refused(name, content, message, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_lines(None, TextFileArguments(train_file=str(tmp_path / name)), "train")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"train_file": "a.json"}, r"`train_file` needs `source_lang` and `target_lang` \(got None"),
+        ({"train_file": "a.txt"}, r"`train_file` must be a .json, .jsonl or .csv file.*\(got a.txt\)"),
+        (
+            {"train_file": "a.json", "train_source": "b", "source_lang": "en", "target_lang": "de"},
+            "either `train_file` or `train_source`, not both .got a.json and b.",
+        ),
+        ({"dataset_name": "d", "train_file": "a.json"}, "either `dataset_name` or files"),
+    ],
+)
+def test_pairs_have_one_origin(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelTextArguments(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"translation": {"en": "a"}},
+            "`target_lang` must be a language of every pair .*'de'; there are en",
+        ),
+        (
+            {"translation": "a"},
+            "`source_lang` must be a language of every pair .*there are none in pair 0",
+        ),
+    ],
+)
+def test_pairs_need_both_languages(row, message, tmp_path):
+    path = write_rows(tmp_path / "a.json", [row])
+    arguments = ParallelTextArguments(train_file=path, source_lang="en", target_lang="de")
+    with pytest.raises(ValueError, match=message):
+        load_pairs(arguments, "train")
