@@ -1,4 +1,4 @@
-"""`hf-moa card`: the model card of a checkpoint."""
+"""`hf-moa card`: the model card of a checkpoint or an adapter."""
 
 import argparse
 from pathlib import Path
@@ -12,11 +12,11 @@ def add(commands: Any) -> None:
         commands,
         "card",
         run,
-        "write the model card of a gated checkpoint, from what lies in its folder",
+        "write the model card of a gated checkpoint or adapter, from what lies in its folder",
         "hf-moa card ./mae-bert --license apache-2.0 --base-model google-bert/bert-base-uncased "
         "--dataset nyu-mll/glue",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder with config.json")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a model or a PEFT adapter")
     parser.add_argument("--name", metavar="ID", help="the model's id on the Hub (default: the folder)")
     parser.add_argument(
         "--license", metavar="ID", help="the Hub's identifier of the license, such as apache-2.0"
@@ -52,13 +52,14 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output) if args.output is not None else beside
     if output.is_dir():
         raise ValueError(f"--output must be a file (got {output}, a folder)")
-    if output.exists() and not args.overwrite:
+    from hf_moa.model_card import checkpoint_card, is_unfinished, read_card, write_card
+
+    old = read_card(output)
+    if old is not None and not is_unfinished(old) and not args.overwrite:
         raise ValueError(
             f"{output} is there already; give --overwrite to replace it (your own sections stay), or "
             "another file with --output"
         )
-    from hf_moa.model_card import checkpoint_card, read_card, write_card
-
     card = checkpoint_card(
         args.checkpoint,
         name=args.name,
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         datasets=args.dataset,
         metrics=args.metrics,
         budgets=args.budgets,
-        old=read_card(output),
+        old=old,
     )
     write_card(card, output)
     missing = {

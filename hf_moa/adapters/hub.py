@@ -8,7 +8,10 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import CommitInfo, HfApi
 from peft import PeftModel
 
-from hf_moa.modeling.ftg_config import ADAPTER_PLACE
+from hf_moa.model_card import Adapter, checkpoint_card, read_card, write_card
+from hf_moa.model_card.adapter import with_names
+from hf_moa.model_card.existing import base_on_hub
+from hf_moa.modeling.configuration_gating import GatingConfig
 
 
 def push_to_hub(
@@ -23,11 +26,11 @@ def push_to_hub(
 ) -> CommitInfo:
     """Upload an adapter's weights, configuration and card in one commit.
 
-    `PeftModel.push_to_hub` does the same, but puts an empty card of transformers in the place of the one
-    that `save_pretrained` writes, which says what the adapter's base is and how to load it.
+    `PeftModel.push_to_hub` does the same, but with an empty card of transformers. This one says what the
+    adapter and its base are and how to load them, as that of `hf-moa card` does.
 
     Args:
-        model: with adapters.
+        model: with adapters, of any method.
         repo_id: "user/name".
         private: whether a new repository is; default: what the organization has as its default.
         token: default: the one of `hf auth login`.
@@ -48,9 +51,7 @@ def push_to_hub(
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        card = Path(folder, "README.md")
-        text = card.read_text(encoding="utf-8").replace(ADAPTER_PLACE, repo_id)
-        card.write_text(text, encoding="utf-8")
+        _write_card(model, Path(folder), name=repo_id)
         return api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
@@ -58,3 +59,14 @@ def push_to_hub(
             create_pr=create_pr,
             commit_message=commit_message,
         )
+
+
+def _write_card(model: PeftModel, folder: Path, *, name: str) -> None:
+    """Write a card in the place of the one that `save_pretrained` wrote."""
+    path = folder / "README.md"
+    if isinstance(getattr(model.get_base_model(), "config", None), GatingConfig):
+        card = checkpoint_card(folder, name=name, adapter=Adapter.of(model))
+    else:  # FTG takes any modules by their names
+        card = read_card(path)
+        card = with_names(card, name=name, base_model=base_on_hub(card))
+    write_card(card, path)

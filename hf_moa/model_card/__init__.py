@@ -3,24 +3,28 @@
 from hf_moa.model_card import checkpoint_card, model_card, trainer_card
 print(checkpoint_card("./my-checkpoint", license="apache-2.0"))  # a huggingface_hub.ModelCard
 
-`MoaTrainer` writes one when it saves or pushes, `hf-moa card` for a checkpoint. Nothing here touches the
-network.
+`MoaTrainer` writes one when it saves or pushes, `hf_moa.adapters.push_to_hub` when it pushes an adapter,
+`hf-moa card` for a checkpoint or an adapter. Nothing here touches the network, but for the configuration
+of an adapter's base that is not on this machine.
 """
 
+from .adapter import Adapter
 from .card import HEADINGS, model_card
 from .checkpoint import checkpoint_card
-from .existing import merged_card, read_card, write_card
+from .existing import is_unfinished, merged_card, read_card, write_card
 from .expert_load import MeanExpertLoad
 from .facts import DataUsed, TrainingFacts, eval_results
 from .trainer import trainer_card, write_trainer_card
 
 __all__ = [
     "HEADINGS",
+    "Adapter",
     "DataUsed",
     "MeanExpertLoad",
     "TrainingFacts",
     "checkpoint_card",
     "eval_results",
+    "is_unfinished",
     "merged_card",
     "model_card",
     "read_card",

@@ -1,4 +1,4 @@
-"""A card from a checkpoint's folder: config.json and what lies beside it."""
+"""A card from a checkpoint's folder: config.json or adapter_config.json, and what lies beside it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from transformers import AutoConfig
 
 from hf_moa.modeling.configuration_gating import GatingConfig
 
+from .adapter import Adapter, with_names
 from .card import HYPERPARAMETERS, model_card
-from .existing import merged_card, read_card, split_sections
-from .facts import DataUsed, TrainingFacts, as_number, eval_results, is_hub_id, named_metrics
+from .existing import base_on_hub, merged_card, read_card, split_sections
+from .facts import DataUsed, TrainingFacts, as_number, eval_results, hub_name, is_hub_id, named_metrics
+from .files import read_json, read_object
 from .loading import class_of, task_of
 from .trainer import final_metrics, history_of
 
@@ -32,39 +34,53 @@ def checkpoint_card(
     metrics: str | Path | None = None,
     budgets: str | Path | None = None,
     old: ModelCard | None = None,
+    adapter: Adapter | None = None,
 ) -> ModelCard:
-    """The card of a saved model. Nothing is unpickled, and no weights are read.
+    """The card of a saved model or PEFT adapter. Nothing is unpickled, and no weights are read.
 
     Args:
-        folder: with config.json. Beside it are read, where they are: trainer_state.json,
-            all_results.json or eval_results.json, budget_results*.json (if there is one), README.md.
+        folder: with config.json or adapter_config.json. Beside it are read, where they are:
+            trainer_state.json, all_results.json or eval_results.json, budget_results*.json (if there is
+            one), README.md.
         name: the model's id on the Hub, for the snippets. Default: the folder's name.
         license: the Hub's identifier, such as "apache-2.0". Default: that of the old card.
-        base_model: id on the Hub. Default: that of the old card.
+        base_model: id on the Hub. Default: that of the old card; of an adapter, the base that it names.
         datasets: ids on the Hub. Default: those of the old card. The results in the metadata are on the
             data set, where there is one.
         metrics: JSON file of metrics by name, in the place of those beside the checkpoint.
         budgets: JSON file of the rows that `evaluate_budgets` returned.
         old: the card to take what is not known from. Default: README.md of the folder.
+        adapter: the adapter in the folder. Default: what adapter_config.json says; its base's
+            configuration is read from where it is, which may be the Hub.
 
     Raises:
-        ValueError: there is no config.json, or not of a gated model; a file does not hold what it
-            should; `license` or `base_model` is no identifier.
+        ValueError: there is neither file, or not of a gated model; an adapter's base cannot be read; a
+            file does not hold what it should; `license` or `base_model` is no identifier.
     """
     folder = Path(folder)
-    config = _config(folder)
+    name = name or folder.absolute().name
     old = read_card(folder / "README.md") if old is None else old
+    if adapter is None and _is_adapter(folder):
+        adapter = Adapter.in_folder(folder, base_model=base_model)
+    if adapter is None:
+        config, model_class = _config(folder), None
+        carries_code = _has(folder, f"modeling_{config.model_type}.py")
+    else:
+        config, model_class = adapter.config, adapter.model_class
+        carries_code = adapter.base_carries_code
+        base_model = base_model or hub_name(adapter.base) or base_on_hub(old)
+        old = with_names(old, name=name, base_model=base_model)
     known = old.data if old is not None else None
-    state = _read_object(folder / "trainer_state.json") if _has(folder, "trainer_state.json") else {}
+    state = read_object(folder / "trainer_state.json") if _has(folder, "trainer_state.json") else {}
     log = state.get("log_history") or []
     datasets = list(datasets) or _listed(known and known.datasets)
-    model_class = class_of(config)
+    model_class = class_of(config, model_class)
     task = (known and known.pipeline_tag) or task_of(config, model_class)
     data = _evaluated(datasets, known.eval_results if known and known.eval_results else [])
     found = _metrics(folder, metrics) or _logged_metrics(state)
     card = model_card(
         config,
-        name=name or folder.absolute().name,
+        name=name,
         model_class=model_class,
         license=license,
         base_model=base_model,
@@ -78,20 +94,19 @@ def checkpoint_card(
         ),
         budget_rows=_budget_rows(folder, budgets),
         has_tokenizer=any(_has(folder, name) for name in _TOKENIZER_FILES),
-        carries_code=_has(folder, f"modeling_{config.model_type}.py"),
+        carries_code=carries_code,
+        adapter=None if adapter is None else adapter.method,
     )
     return merged_card(card, old, same_weights=True)
 
 
 def _config(folder: Path) -> GatingConfig:
     if not folder.is_dir() or not _has(folder, "config.json"):
-        adapter = _has(folder, "adapter_config.json")
         raise ValueError(
-            f"The checkpoint must be a folder with config.json (got {folder}, which "
-            + ("is an adapter's; MoaTrainer writes the card of those)" if adapter else "has none)")
-            + "; give the folder that save_pretrained or MoaTrainer wrote."
+            f"The checkpoint must be a folder with config.json or adapter_config.json (got {folder}, "
+            "which has neither); give the folder that save_pretrained or MoaTrainer wrote."
         )
-    model_type = _read_object(folder / "config.json").get("model_type")
+    model_type = read_object(folder / "config.json").get("model_type")
     if not str(model_type).startswith("moa_"):
         raise ValueError(
             f"The checkpoint's model_type must be moa_bert, moa_gpt2 or moa_t5 (got {model_type!r} in "
@@ -100,29 +115,17 @@ def _config(folder: Path) -> GatingConfig:
     return AutoConfig.from_pretrained(folder)
 
 
+def _is_adapter(folder: Path) -> bool:
+    return _has(folder, "adapter_config.json") and not _has(folder, "config.json")
+
+
 def _has(folder: Path, name: str) -> bool:
     return (folder / name).is_file()
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"There is no file {path}; give the path of a JSON file.") from error
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} must hold JSON ({error}).") from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    value = _read_json(path)
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object (got a {type(value).__name__}).")
-    return value
-
-
 def _metrics(folder: Path, given: str | Path | None) -> list[tuple]:
     if given is not None:
-        entries = _read_object(Path(given))
+        entries = read_object(Path(given))
         wrong = [name for name, value in entries.items() if as_number(value) is None]
         found = named_metrics(entries)
         if wrong or not found:
@@ -132,7 +135,7 @@ def _metrics(folder: Path, given: str | Path | None) -> list[tuple]:
             )
         return found
     for name in _METRIC_FILES:
-        found = named_metrics(_read_object(folder / name)) if _has(folder, name) else []
+        found = named_metrics(read_object(folder / name)) if _has(folder, name) else []
         if found:
             return found
     return []
@@ -153,7 +156,7 @@ def _budget_rows(folder: Path, given: str | Path | None) -> list[Mapping[str, An
         if len(files) != 1:  # of several data sets
             return []
         given = files[0]
-    rows = _read_json(Path(given))
+    rows = read_json(Path(given))
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(
             f"{given} must hold a list of the rows that `evaluate_budgets` returned (got "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult
@@ -73,6 +74,13 @@ def is_hub_id(name: str | None) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def hub_name(name: str | None) -> str | None:
+    """The name, where it can be an id on the Hub and is no path on this machine; else None."""
+    if name == "None" or not is_hub_id(name):  # the first is transformers' for weights from memory
+        return None
+    return None if Path(name).exists() else name
 
 
 def as_number(value: Any) -> float | int | None:

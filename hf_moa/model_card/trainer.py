@@ -15,9 +15,10 @@ from transformers.utils import logging
 
 from hf_moa.environment import environment, version_of
 
+from .adapter import peft_method, with_names
 from .card import model_card
-from .existing import merged_card, read_card, write_card
-from .facts import DataUsed, TrainingFacts, eval_results, is_hub_id, named_metrics
+from .existing import base_on_hub, merged_card, read_card, write_card
+from .facts import DataUsed, TrainingFacts, eval_results, hub_name, is_hub_id, named_metrics
 from .loading import class_of, task_of
 
 logger = logging.get_logger(__name__)
@@ -38,8 +39,11 @@ def write_trainer_card(trainer: Trainer, folder: str | Path, **facts: Any) -> No
         facts["model_name"] = Path(folder).absolute().name
     if facts.get("tasks") is None and old is not None:
         facts["tasks"] = old.data.pipeline_tag  # what somebody said, where the class only suggests
+    card = trainer_card(trainer, **facts)
+    base_model = card.data.base_model or base_on_hub(old)
+    old = with_names(old, name=_name(trainer, facts.get("model_name")), base_model=base_model)
     is_trained = trainer.state.global_step > 0
-    write_card(merged_card(trainer_card(trainer, **facts), old, same_weights=not is_trained), path)
+    write_card(merged_card(card, old, same_weights=not is_trained), path)
 
 
 def trainer_card(
@@ -75,10 +79,7 @@ def trainer_card(
     peft_configs = getattr(wrapped, "peft_config", None)
     model = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
     config = model.config
-    repository = _repository(trainer)
-    folder = Path(trainer.args.output_dir).absolute().name
-    if repository and model_name not in (None, repository.split("/")[-1]):
-        repository = None
+    name = _name(trainer, model_name)
     task = next(iter(_listed(tasks)), None) or task_of(config, class_of(config, type(model)))
     training = [
         *_data_used("training", trainer.train_dataset),
@@ -88,15 +89,17 @@ def trainer_card(
     training = [_with_name(used, named) for used in training]
     # an evaluation may have been given its data when it was called
     evaluated = [used for used in training if used.use == "evaluation"] or named
-    base = base_model_of(finetuned_from or getattr(config, "_name_or_path", None))
+    method = peft_method(peft_configs)
+    # an adapter's is the very model that it is loaded onto, and not what that one came from
+    base_of = base_model_of if method is None else hub_name
+    base = base_of(finetuned_from or getattr(config, "_name_or_path", None))
     is_trained = trainer.state.global_step > 0
-    method = _peft_method(peft_configs)
     return model_card(
         config,
-        name=repository or model_name or folder,
+        name=name,
         model_class=type(model),
         license=license,
-        base_model=None if base == repository else base,  # where a model goes back to its repository
+        base_model=None if base == name else base,  # where a model goes back to its repository
         datasets=list(dict.fromkeys(d.dataset for d in [*named, *training] if d.dataset)),
         language=language,
         tags=list(dict.fromkeys([*_listed(tags), "generated_from_trainer"])),
@@ -123,19 +126,23 @@ def _repository(trainer: Trainer) -> str | None:
     return trainer.hub_model_id or trainer.args.hub_model_id
 
 
+def _name(trainer: Trainer, model_name: str | None) -> str:
+    """The model's id on the Hub, unless a name is given that is another's; else that of the folder."""
+    repository = _repository(trainer)
+    if repository and model_name in (None, repository.split("/")[-1]):
+        return repository
+    return model_name or Path(trainer.args.output_dir).absolute().name
+
+
 def base_model_of(name_or_path: str | None) -> str | None:
     """The id of a base model on the Hub: the name, or what a card at that path says; else None."""
-    if name_or_path in (None, "", "None"):  # the last is transformers' for weights from memory
-        return None
-    if not Path(name_or_path).exists():
-        return name_or_path if is_hub_id(name_or_path) else None
+    if not name_or_path or not Path(name_or_path).exists():
+        return hub_name(name_or_path)
     try:
         card = read_card(Path(name_or_path, "README.md"))
     except ValueError:
         return None
-    named = card.data.base_model if card is not None else None
-    is_other_path = isinstance(named, str) and Path(named).exists()
-    return named if isinstance(named, str) and is_hub_id(named) and not is_other_path else None
+    return base_on_hub(card)
 
 
 def history_of(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -305,14 +312,6 @@ def _machine(trainer: Trainer) -> str:
         where = str(device)
     processes = f", {trainer.args.world_size} processes" if trainer.args.world_size > 1 else ""
     return f"{where}{processes}, {trainer.args.per_device_eval_batch_size} rows a batch"
-
-
-def _peft_method(peft_configs: Mapping[str, Any] | None) -> str | None:
-    """The method of the first adapter, as PEFT names it; None without one."""
-    if not peft_configs:
-        return None
-    method = next(iter(peft_configs.values())).peft_type
-    return str(getattr(method, "value", method))
 
 
 def _has_tokenizer(trainer: Trainer) -> bool:

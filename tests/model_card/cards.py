@@ -1,7 +1,9 @@
 """Cards, checkpoints and logs for the tests of model cards, and what these read in cards."""
 
+import argparse
 import math
 import re
+from pathlib import Path
 
 import yaml
 from test_pipelines import tokenizer
@@ -10,6 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from hf_moa import MoaBertConfig
 from hf_moa.model_card import DataUsed, TrainingFacts, eval_results, model_card
 from hf_moa.model_card.existing import split_sections
+from hf_moa_cli import card as command
 
 FIELDS = {"attention_type": "moa", "cct_budgets": [1, 0.5], "num_attention_experts": 6}
 LOGS = {"logging_strategy": "steps", "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
@@ -111,6 +114,27 @@ def execute(code):
     names = {}
     exec(compile(code, "README.md", "exec"), names)
     return names
+
+
+def card_command(*argv):
+    """`hf-moa card`, whose errors come through."""
+    parser = argparse.ArgumentParser()
+    command.add(parser.add_subparsers(dest="command"))
+    args = parser.parse_args(["card", *map(str, argv)])
+    return args.run(args)
+
+
+class Uploads:
+    """Stands in for the Hub's client: keeps the card of each upload."""
+
+    def __init__(self):
+        self.cards = []
+
+    def create_repo(self, name, **kwargs):
+        return argparse.Namespace(repo_id=f"user/{name}")
+
+    def upload_folder(self, *, folder_path, **kwargs):
+        self.cards.append(Path(folder_path, "README.md").read_text())
 
 
 def plain_classifier():

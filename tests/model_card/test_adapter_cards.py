@@ -1,14 +1,29 @@
-"""Cards of adapters."""
+"""Cards of adapters: of trainers, of `hf-moa card` and of `push_to_hub`."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
-from cards import LOGS, bib_keys, execute, python_of, refusals, sections
+from cards import (
+    LOGS,
+    Uploads,
+    bib_keys,
+    card_command,
+    execute,
+    plain_classifier,
+    python_of,
+    refusals,
+    sections,
+)
 from families import CASE
 from peft import LoraConfig, PeftModel, get_peft_model
 from training_runs import build, run
 
 from hf_moa import FTGConfig, MoaBertConfig
-from hf_moa.model_card import model_card, read_card
+from hf_moa.adapters import push_to_hub
+from hf_moa.model_card import Adapter, model_card, read_card
+from hf_moa.modeling.ftg_config import ADAPTER_PLACE
 
 ADAPTERS = {
     "ftg": FTGConfig(task_type="SEQ_CLS", plus=True),
@@ -28,7 +43,8 @@ def test_card_of_an_adapter(method, tmp_path, monkeypatch):
     assert card.data.library_name == "peft"
     assert {"hf_moa", "mae", method, "transformers", "generated_from_trainer"} <= set(card.data.tags)
     assert "base_model" not in card.data.to_dict()
-    assert not any("local/base" in tag for tag in card.data.tags)
+    assert "local/base" not in str(card)
+    assert ADAPTER_PLACE not in card.text
     assert refusals(str(card)) == []
     assert ("FTG+ adapter of" in card.text) == (method == "ftg")
     assert ("AutoPeftModel" in card.text) == (method == "ftg")
@@ -53,3 +69,105 @@ def test_ftg_adapter_of_plain_attention_cites_its_paper():
     assert bib_keys(card) == ["peng-etal-2020-mixture", "zhang-etal-2022-mixture"]
     assert 'base = AutoModel.from_pretrained("user/base", trust_remote_code=True)' in card.text
     assert 'PeftModel.from_pretrained(base, "out")' in card.text
+
+
+@pytest.fixture
+def saved_adapter(tmp_path, monkeypatch):
+    """Saves an adapter of a method, onto a base in `local/base`, and returns the adapted model."""
+    monkeypatch.chdir(tmp_path)
+    build("bert", attention_type="mae").save_pretrained("local/base")
+
+    def save(method):
+        base = CASE["BertForSequenceClassification"].gated.from_pretrained("local/base")
+        model = get_peft_model(base, ADAPTERS[method])
+        model.save_pretrained("adapter")
+        return model.eval()
+
+    return save
+
+
+@pytest.mark.parametrize("method", ADAPTERS)
+def test_command_writes_the_card_that_is_pushed(method, saved_adapter, monkeypatch, capsys):
+    model = saved_adapter(method)
+    api = Uploads()
+    monkeypatch.setattr("hf_moa.adapters.hub.HfApi", lambda token: api)
+    push_to_hub(model, "adapter")
+    assert card_command("adapter", "--name", "user/adapter") == 0  # PEFT's is unfinished
+    assert api.cards == [Path("adapter/README.md").read_text()]
+    assert f"tags hf_moa, mae, {method}, transformers\n" in capsys.readouterr().out
+
+    card = read_card("adapter/README.md")
+    assert card.data.pipeline_tag == "text-classification"
+    assert refusals(str(card)) == []
+    assert "local/base" not in str(card)
+    assert ("FTG+ adapter of the base model" in card.text) == (method == "ftg")
+    assert ('AutoPeftModel.from_pretrained("user/adapter"' in card.text) == (method == "ftg")
+    code = python_of(card)[0].replace("path/or/name/of/the/base/model", "local/base")
+    loaded = execute(code.replace("user/adapter", "adapter"))["model"]
+    inputs = CASE["BertForSequenceClassification"].inputs()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
+
+
+def test_command_takes_facts_of_an_adapter_and_keeps_what_others_wrote(saved_adapter):
+    saved_adapter("ftg")
+    Path("adapter/all_results.json").write_text('{"eval_accuracy": 0.75}')
+    options = ["--base-model", "user/base", "--dataset", "nyu-mll/glue", "--license", "mit"]
+    assert card_command("adapter", *options) == 0
+    path = Path("adapter/README.md")
+    path.write_text(path.read_text() + "\n## Limits\n\nFew.\n")
+    with pytest.raises(ValueError, match="there already; give --overwrite"):
+        card_command("adapter")
+    assert card_command("adapter", "--name", "user/other", "--overwrite") == 0
+    card = read_card(path)
+    assert (card.data.license, card.data.base_model) == ("mit", "user/base")
+    assert card.data.eval_results[0].metric_value == 0.75
+    assert sections(card)["Limits"].strip() == "Few."
+    assert card.text.count("FTG+ adapter of user/base\n") == 1
+    assert card.text.count('from_pretrained("user/base"') == 2
+    assert card.text.count('"user/other"') == 3  # FTG's own snippet, and those of "How to load"
+
+
+def test_base_that_moved_is_found_by_its_name(saved_adapter):
+    saved_adapter("lora")
+    Path("local/base").rename("elsewhere")
+    with pytest.raises(ValueError, match=r"configuration can be read \(got local/base: "):
+        card_command("adapter")
+    assert card_command("adapter", "--base-model", "elsewhere") == 0
+
+
+def test_task_of_an_adapter_says_the_class_of_its_base(saved_adapter):
+    saved_adapter("lora")
+    facts = json.loads(Path("adapter/adapter_config.json").read_text())
+    for task, named, found in (
+        ("TOKEN_CLS", None, "MoaBertForTokenClassification"),
+        (None, "MoaBertForMaskedLM", "MoaBertForMaskedLM"),
+        (None, None, None),
+    ):
+        mapping = None if named is None else {"base_model_class": named}
+        text = json.dumps(facts | {"task_type": task, "auto_mapping": mapping})
+        Path("adapter/adapter_config.json").write_text(text)
+        assert Adapter.in_folder(Path("adapter")).model_class == found
+
+
+def test_adapters_of_plain_models_are_errors(saved_adapter):
+    saved_adapter("lora")
+    plain_classifier().save_pretrained("local/base")
+    with pytest.raises(ValueError, match=r"must be a gated model \(got local/base, .* 'bert'\)"):
+        card_command("adapter")
+    plain = get_peft_model(plain_classifier(), LoraConfig(target_modules=["query"]))
+    with pytest.raises(ValueError, match="must be a gated model"):
+        Adapter.of(plain)
+    Path("adapter/adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ValueError, match="must name its base model"):
+        card_command("adapter")
+    Path("adapter/adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"must name the adapter's method, peft_type \(got None\)"):
+        card_command("adapter")
+
+
+def test_card_of_an_adapter_of_a_plain_model_is_pushed_with_its_name(monkeypatch):
+    api = Uploads()
+    monkeypatch.setattr("hf_moa.adapters.hub.HfApi", lambda token: api)
+    push_to_hub(get_peft_model(plain_classifier(), FTGConfig(target_modules=["query"])), "adapter")
+    assert 'AutoPeftModel.from_pretrained("user/adapter"' in api.cards[0]

@@ -1,13 +1,12 @@
 """Cards of trainers, on save and push."""
 
-import argparse
 import re
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
-from cards import FIELDS, LOGS, full_card, plain_classifier, refusals, sections
+from cards import FIELDS, LOGS, Uploads, full_card, plain_classifier, refusals, sections
 from huggingface_hub import ModelCard
 from training_runs import build, rows, run, trainer
 
@@ -230,21 +229,8 @@ def test_card_of_another_folder_has_its_name(tmp_path):
     assert not (tmp_path / "out" / "README.md").exists()
 
 
-class _Api:
-    """Stands in for the Hub's client: keeps the card of each upload."""
-
-    def __init__(self):
-        self.cards = []
-
-    def create_repo(self, name, **kwargs):
-        return argparse.Namespace(repo_id=f"user/{name}")
-
-    def upload_folder(self, *, folder_path, **kwargs):
-        self.cards.append(Path(folder_path, "README.md").read_text())
-
-
 def test_push_uploads_the_card(tmp_path, monkeypatch, offline):
-    api = _Api()
+    api = Uploads()
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: api)
     made = run("bert", build("bert", attention_type="mae"), tmp_path / "pushed", **LOGS)
     made.push_to_hub(license="mit", dataset_tags="nyu-mll/glue")

@@ -1,0 +1,140 @@
+"""Adapters: what a card says of a PEFT adapter, and the names that PEFT's own card of one lacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+from peft import PeftModel
+from transformers import AutoConfig
+
+from hf_moa.modeling.configuration_gating import GatingConfig
+
+from .card import card_of
+from .files import read_object
+
+# PEFT's names of tasks -> the classes that adapters for them are loaded onto.
+_AUTO_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+# What precedes the names in the card that `FTGConfig` writes.
+_FTG_TITLE = re.compile(r"^(# FTG\+? )adapter of .*$", flags=re.MULTILINE)
+_FTG_SNIPPET = re.compile(r'(AutoPeftModel\.from_pretrained\(")[^"]*')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A PEFT adapter of a gated model.
+
+    Attributes:
+        method: as PEFT names it: "FTG", "LORA".
+        base: name or path of the base model; None where it has none.
+        config: of the base model.
+        model_class: of the base model, with the head that the adapter is for; None: the config says.
+    """
+
+    method: str
+    base: str | None
+    config: GatingConfig
+    model_class: str | None
+
+    @classmethod
+    def of(cls, model: PeftModel) -> Adapter:
+        """That of a model, the first if it has several.
+
+        Raises:
+            ValueError: the base model is not gated.
+        """
+        base = model.get_base_model()
+        name = next(iter(model.peft_config.values())).base_model_name_or_path or None
+        _check_gated(base.config, name)
+        method = peft_method(model.peft_config)
+        return cls(method=method, base=name, config=base.config, model_class=type(base).__name__)
+
+    @classmethod
+    def in_folder(cls, folder: Path, *, base_model: str | None = None) -> Adapter:
+        """That of a folder with adapter_config.json. The base's configuration is read from where the
+        adapter names it; where that is no folder, from `base_model`, if it is given.
+
+        Raises:
+            ValueError: the file is no adapter's; the configuration cannot be read, or is of no gated
+                model.
+        """
+        facts = read_object(folder / "adapter_config.json")
+        method, base = facts.get("peft_type"), facts.get("base_model_name_or_path") or None
+        if not isinstance(method, str):
+            raise ValueError(
+                f"{folder / 'adapter_config.json'} must name the adapter's method, peft_type (got "
+                f"{method!r}); give the folder that save_pretrained or MoaTrainer wrote."
+            )
+        config = _config_of(base if base and Path(base).is_dir() else base_model or base)
+        auto = _AUTO_CLASSES.get(facts.get("task_type"))
+        named = (facts.get("auto_mapping") or {}).get("base_model_class")
+        return cls(
+            method=method, base=base, config=config, model_class=config.auto_classes.get(auto) or named
+        )
+
+    @property
+    def base_carries_code(self) -> bool:
+        """Whether the base loads with `trust_remote_code=True`, as far as it is here to be seen."""
+        folder = Path(self.base or "")
+        code = folder / f"modeling_{self.config.model_type}.py"
+        return not self.base or not folder.is_dir() or code.is_file()
+
+
+def peft_method(peft_configs: Mapping[str, Any] | None) -> str | None:
+    """The method of the first adapter, as PEFT names it; None without one."""
+    if not peft_configs:
+        return None
+    method = next(iter(peft_configs.values())).peft_type
+    return str(getattr(method, "value", method))
+
+
+def with_names(card: ModelCard | None, *, name: str, base_model: str | None) -> ModelCard | None:
+    """The card that `FTGConfig` writes, which knows no name of the adapter and may hold a path of the
+    base, with both names; any other as it is.
+
+    Args:
+        card: None stays None.
+        name: the adapter's id on the Hub, or its folder.
+        base_model: the base model's id on the Hub.
+    """
+    if card is None or not _FTG_TITLE.search(card.text):
+        return card
+    title = f"adapter of {base_model or 'the base model'}"
+    text = _FTG_TITLE.sub(lambda match: match[1] + title, card.text)
+    return card_of(card.data, _FTG_SNIPPET.sub(lambda match: match[1] + name, text))
+
+
+def _config_of(base: str | None) -> GatingConfig:
+    if base is None:
+        raise ValueError(
+            "The adapter must name its base model (got no base_model_name_or_path); give the base's id "
+            "on the Hub as base_model."
+        )
+    try:
+        config = AutoConfig.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"The adapter's base must be a model whose configuration can be read (got {base}: "
+            f"{' '.join(str(error).split())[:200]})."
+        ) from error
+    _check_gated(config, base)
+    return config
+
+
+def _check_gated(config: Any, base: str | None) -> None:
+    if not isinstance(config, GatingConfig):
+        raise ValueError(
+            f"The adapter's base must be a gated model (got {base}, of model_type "
+            f"{getattr(config, 'model_type', None)!r}); PEFT writes the cards of others."
+        )
