@@ -1,10 +1,19 @@
 """`hf-moa card`: the model card of a checkpoint or an adapter."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 from .command import add_command
+
+# What the metadata ought to say -> the option that says it.
+_OPTIONS = {
+    "license": "--license",
+    "base_model": "--base-model",
+    "datasets": "--dataset",
+    "metrics": "--metrics",
+}
 
 
 def add(commands: Any) -> None:
@@ -45,6 +54,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="replace a card; sections of your own and metadata that is not known anew stay",
     )
+    parser.add_argument("--json", action="store_true", help="print what the card says as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,13 +81,11 @@ def run(args: argparse.Namespace) -> int:
         old=old,
     )
     write_card(card, output)
-    missing = {
-        "license": "--license",
-        "base_model": "--base-model",
-        "datasets": "--dataset",
-        "metrics": "--metrics",
-    }
-    unsaid = [option for name, option in missing.items() if not card.data.get(name)]
+    unsaid = [option for name, option in _OPTIONS.items() if not card.data.get(name)]
+    if args.json:
+        facts = {"card": str(output), "metadata": card.data.to_dict(), "unsaid": unsaid}
+        print(json.dumps(facts, indent=1, default=str))  # YAML has dates
+        return 0
     print(f"{output}: tags {', '.join(card.data.tags)}")
     if unsaid:
         print(f"It does not say, and these options would: {', '.join(unsaid)}")

@@ -1,6 +1,7 @@
 """`hf-moa upcycle`: a pretrained checkpoint becomes a gated one."""
 
 import argparse
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ def add(commands: Any) -> None:
     parser.add_argument("source", metavar="SRC", help="folder or Hub id of a checkpoint")
     parser.add_argument("output_dir", metavar="OUT", help="folder for the gated checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint in OUT")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     head = parser.add_mutually_exclusive_group()
     head.add_argument("--task", help="head to load, such as text-classification")
     head.add_argument("--model-class", help="the same as a class, such as MoaBertForMaskedLM")
@@ -83,6 +85,15 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = tokenizer_of(args.source)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+    if args.json:
+        facts = {
+            "output_dir": args.output_dir,
+            "model": type(model).__name__,
+            "parameters": model.num_parameters(),
+            "tokenizer": tokenizer is not None,
+        }
+        print(json.dumps(facts, indent=1))
+        return 0
     print(
         f"{args.output_dir}: {type(model).__name__}, {model.num_parameters():,} parameters, "
         f"{'with' if tokenizer is not None else 'without'} a tokenizer"

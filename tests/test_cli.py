@@ -157,6 +157,17 @@ def test_upcycle_writes_a_gated_checkpoint_that_computes_the_same(bert_dir, tmp_
         torch.testing.assert_close(model(**batch).logits, source(**batch).logits)
 
 
+def test_upcycle_as_json(bert_dir, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main(["upcycle", str(bert_dir), out, "--attention-type", "mae", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "output_dir": out,
+        "model": "MoaBertForSequenceClassification",
+        "parameters": hf_moa.MoaBertForSequenceClassification.from_pretrained(out).num_parameters(),
+        "tokenizer": True,
+    }
+
+
 def test_upcycle_takes_fields_of_every_kind(bert_dir, tmp_path):
     out = tmp_path / "out"
     argv = ["upcycle", bert_dir, out, "--attention-type", "moa", "--num-attention-experts", "6"]

@@ -70,6 +70,22 @@ def test_command_takes_files_and_says_what_is_missing(checkpoint, tmp_path, caps
     assert "1.50x" in sections(card)["Compute budgets"]
 
 
+def test_card_as_json(checkpoint, capsys):
+    old = "---\nreleased: 2020-02-02\n---\n# Mine\n"
+    (checkpoint / "README.md").write_text(old)
+    assert card_command(checkpoint, "--license", "mit", "--overwrite", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["card"] == str(checkpoint / "README.md")
+    assert found["metadata"] == {
+        "library_name": "transformers",
+        "license": "mit",
+        "pipeline_tag": "text-classification",
+        "released": "2020-02-02",
+        "tags": ["hf_moa", "mae", "cct"],
+    }
+    assert found["unsaid"] == ["--base-model", "--dataset", "--metrics"]
+
+
 def test_command_keeps_a_card_unless_told(checkpoint):
     write_card(full_card(), checkpoint / "README.md")
     before = (checkpoint / "README.md").read_bytes()
