@@ -28,8 +28,8 @@ from accelerate_evaluation import perplexity_of
 from accelerate_training import GatedTraining
 from gating_arguments import GatingArguments, check_budgets, optional
 from text_blocks import (
+    SplitTextArguments,
     TextBlocks,
-    TextFileArguments,
     check_block_size,
     load_splits,
     token_fields,
@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, default_data_collator
 
 
 @dataclass
-class DataTrainingArguments(TextFileArguments):
+class DataTrainingArguments(SplitTextArguments):
     """Which texts to train and evaluate on, and how they are cut up."""
 
     block_size: int | None = optional("Tokens per block. Default: what the model takes, at most 1024.")

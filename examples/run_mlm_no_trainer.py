@@ -30,7 +30,7 @@ from accelerate_checkpoints import checkpoint_to_resume
 from accelerate_evaluation import perplexity_of
 from accelerate_training import GatedTraining
 from gating_arguments import GatingArguments, check_budgets
-from text_blocks import TextFileArguments, load_splits, token_fields
+from text_blocks import SplitTextArguments, load_splits, token_fields
 from text_training import IGNORE_INDEX, ModelArguments, load_model, load_tokenizer, parse_arguments
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -40,7 +40,7 @@ from hf_moa.quickstart.tokenizer import pack, train_tokenizer
 
 
 @dataclass
-class DataTrainingArguments(TextFileArguments):
+class DataTrainingArguments(SplitTextArguments):
     """Which texts to train and evaluate on, and how they are cut up and masked."""
 
     max_seq_length: int = field(default=128, metadata={"help": "Tokens per sequence."})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import datasets
 import numpy as np
@@ -43,6 +43,27 @@ class TextFileArguments:
             "validation": self.validation_file,
             "test": getattr(self, "test_file", None),
         }
+
+
+@dataclass
+class SplitTextArguments(TextFileArguments):
+    """The same, with a part of the training text to evaluate on where there is no other."""
+
+    validation_split_percentage: int = field(
+        default=5,
+        metadata={
+            "help": "Evaluate on this part of the training text, its beginning, where there is no "
+            "validation text; 0: on none."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.validation_split_percentage < 100:
+            raise ValueError(
+                "`validation_split_percentage` must be at least 0 and less than 100 (got "
+                f"{self.validation_split_percentage})."
+            )
 
 
 class TextBlocks(Dataset):
@@ -95,12 +116,7 @@ def load_lines(model_args: ModelArguments, data_args: TextFileArguments, split: 
         if is_table(path):
             return _with_ends(text_column(read_rows(path, flag), flag))
         return read_lines(path, flag)
-    raw_datasets = datasets.load_dataset(
-        data_args.dataset_name,
-        data_args.dataset_config_name,
-        cache_dir=model_args.cache_dir,
-        token=model_args.token,
-    )
+    raw_datasets = _load_dataset(model_args, data_args)
     if split not in raw_datasets:
         raise ValueError(
             f"`dataset_name` must have the split {split!r} (got {', '.join(raw_datasets)})."
@@ -113,12 +129,34 @@ def _with_ends(texts: Iterable[str]) -> list[str]:
     return [text if text.endswith("\n") else text + "\n" for text in texts]
 
 
-def load_splits(model_args: ModelArguments, data_args: TextFileArguments) -> dict[str, list[str]]:
-    """The training text, and the validation text where there is one."""
-    splits = ["train"]
-    if data_args.validation_file or data_args.dataset_name:
-        splits.append("validation")
-    return {split: load_lines(model_args, data_args, split) for split in splits}
+def _load_dataset(model_args: ModelArguments, data_args: TextFileArguments) -> datasets.DatasetDict:
+    return datasets.load_dataset(
+        data_args.dataset_name,
+        data_args.dataset_config_name,
+        cache_dir=model_args.cache_dir,
+        token=model_args.token,
+    )
+
+
+def load_splits(model_args: ModelArguments, data_args: SplitTextArguments) -> dict[str, list[str]]:
+    """The training text and the validation text, or a part of the training text in its place."""
+    lines = load_lines(model_args, data_args, "train")
+    if data_args.dataset_name is None:
+        has_validation = data_args.validation_file is not None
+    else:
+        has_validation = "validation" in _load_dataset(model_args, data_args)
+    if has_validation:
+        return {"train": lines, "validation": load_lines(model_args, data_args, "validation")}
+    percentage = data_args.validation_split_percentage
+    if not percentage:
+        return {"train": lines}
+    cut = round(len(lines) * percentage / 100)
+    if not 0 < cut < len(lines):
+        raise ValueError(
+            "`validation_split_percentage` must leave lines to train and to evaluate on (got "
+            f"{percentage} of {len(lines)} lines). Give `validation_file`, or 0 to not evaluate."
+        )
+    return {"train": lines[cut:], "validation": lines[:cut]}
 
 
 def train_tokenizer(lines: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -6,7 +6,8 @@ import json
 
 import pytest
 from parallel_text import ParallelTextArguments, load_pairs
-from text_blocks import TextFileArguments, load_lines
+from text_blocks import SplitTextArguments, TextFileArguments, load_lines, load_splits
+from text_training import ModelArguments
 
 TEXTS = ["A gate, and\nanother.\n", 'It "opens".', "ä"]
 LINES = ["A gate, and\nanother.\n", 'It "opens".\n', "ä\n"]
@@ -107,3 +108,34 @@ def test_pairs_need_both_languages(row, message, tmp_path):
     arguments = ParallelTextArguments(train_file=path, source_lang="en", target_lang="de")
     with pytest.raises(ValueError, match=message):
         load_pairs(arguments, "train")
+
+
+@pytest.mark.parametrize("origin", ["file", "dataset"])
+def test_part_of_the_training_text_is_evaluated_on(origin, tmp_path):
+    """Its beginning, where there is no validation text."""
+    rows = [{"text": f"{i}\n"} for i in range(30)]
+    data = tmp_path / "data"
+    data.mkdir()
+    path = write_rows(data / "train.jsonl", rows)
+    where = {"train_file": path} if origin == "file" else {"dataset_name": str(data)}
+    model_args = ModelArguments(model_type="gpt2", cache_dir=tmp_path / "cache")
+    texts = [row["text"] for row in rows]
+    splits = load_splits(model_args, SplitTextArguments(**where, validation_split_percentage=10))
+    assert splits == {"train": texts[3:], "validation": texts[:3]}
+    splits = load_splits(model_args, SplitTextArguments(**where))
+    assert splits == {"train": texts[2:], "validation": texts[:2]}  # 5 % of 30
+    splits = load_splits(model_args, SplitTextArguments(**where, validation_split_percentage=0))
+    assert splits == {"train": texts}
+    with pytest.raises(ValueError, match=r"must leave lines to train .* \(got 1 of 30 lines\)"):
+        load_splits(model_args, SplitTextArguments(**where, validation_split_percentage=1))
+    other = write_rows(data / "validation.jsonl", [{"text": "b"}])
+    if origin == "file":
+        where["validation_file"] = other
+    splits = load_splits(model_args, SplitTextArguments(**where))
+    assert splits == {"train": texts, "validation": ["b\n"]}
+
+
+@pytest.mark.parametrize("value", [-1, 100])
+def test_validation_split_is_a_percentage(value):
+    with pytest.raises(ValueError, match=rf"must be at least 0 and less than 100 \(got {value}\)"):
+        SplitTextArguments(train_file="a", validation_split_percentage=value)
