@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .command import add_command, budget, load_checkpoint, move, tokenizer_of, without_bars
+from .command import add_command, budget, load_checkpoint, move, without_bars
+from .data import add_data_arguments, add_size_arguments, check_at_least_1, read_data, tokenizer_for
 
 _FORMATS = (".html", ".md")
 
@@ -23,26 +24,11 @@ def add(commands: Any) -> None:
         "checkpoint", metavar="CHECKPOINT", help="folder or Hub id, of a model or an adapter"
     )
     data = parser.add_argument_group("data")
-    data.add_argument(
-        "--data",
-        required=True,
-        metavar="FILE",
-        help="text: .tsv, .csv, .json, .jsonl, .parquet, else one a line; or a dataset of the Hub",
-    )
-    data.add_argument("--text-column", metavar="NAME", help="default: text")
-    data.add_argument("--pair-column", metavar="NAME", help="the second text of a pair (default: pair)")
+    add_data_arguments(data, "text", required=True)
     data.add_argument(
         "--label-column", metavar="NAME", help="for a classifier's accuracy (default: label)"
     )
-    data.add_argument("--target-column", metavar="NAME", help="the decoder's side (default: target)")
-    data.add_argument("--target-data", metavar="FILE", help="the decoder's side, line by line")
-    data.add_argument("--subset", metavar="NAME", help="of a dataset of the Hub")
-    data.add_argument("--split", default="test", help="of a dataset of the Hub (default: %(default)s)")
-    data.add_argument("--limit", type=int, metavar="N", help="the first N texts (default: all)")
-    data.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
-    data.add_argument(
-        "--max-length", type=int, metavar="TOKENS", help="default: the model's, at most 512"
-    )
+    add_size_arguments(data)
     measures = parser.add_argument_group("measures")
     measures.add_argument(
         "--budgets",
@@ -80,27 +66,12 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     from hf_moa.analysis import analyze, write_report
     from hf_moa.analysis.observe import gated_model_of
-    from hf_moa.analysis.text_batches import TextBatches, read_text
+    from hf_moa.analysis.text_batches import TextBatches
 
-    columns = {
-        role: getattr(args, f"{role}_column")
-        for role in ("text", "pair", "label", "target")
-        if getattr(args, f"{role}_column") is not None
-    }
     with without_bars():
         model = load_checkpoint(args.checkpoint)
-        # an adapter's is its base's
-        tokenizer = tokenizer_of(args.checkpoint) or tokenizer_of(gated_model_of(model).name_or_path)
-        if tokenizer is None:
-            raise ValueError(f"{args.checkpoint} must have its tokenizer beside it (got none)")
-        data = read_text(
-            args.data,
-            columns=columns,
-            target_file=args.target_data,
-            subset=args.subset,
-            split=args.split,
-            limit=args.limit,
-        )
+        tokenizer = tokenizer_for(model, args.checkpoint)
+        data = read_data(args, limit=args.limit)
     move(model, args.device)
     gated = gated_model_of(model)
     sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
@@ -134,10 +105,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--output must end in {' or '.join(_FORMATS)} (got {args.output.name})")
     if args.output.exists() and not args.overwrite:
         raise ValueError(f"{args.output} is there already; give another --output, or --overwrite")
-    for name in ("limit", "batch_size", "max_length", "least_count", "top_tokens", "draws"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1 (got {value})")
+    check_at_least_1(args, "limit", "batch_size", "max_length", "least_count", "top_tokens", "draws")
 
 
 def _metrics(args: argparse.Namespace, model: Any, batches: Any) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import argparse
 import json
 from typing import Any
 
-from .command import add_command, budget, load_checkpoint, move, tokenizer_of, without_bars
+from .command import add_command, budget, load_checkpoint, move, without_bars
+from .data import add_data_arguments, check_at_least_1, read_data, tokenizer_for
 
 
 def add(commands: Any) -> None:
@@ -16,14 +17,7 @@ def add(commands: Any) -> None:
         "hf-moa benchmark ./bert-cct --data dev.tsv --text-column sentence --batch-size 8",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or Hub id")
-    parser.add_argument(
-        "--data",
-        metavar="FILE",
-        help="text as `hf-moa analyze` takes it; CCT's compute depends on it (default: random tokens)",
-    )
-    parser.add_argument("--text-column", metavar="NAME", help="default: text")
-    parser.add_argument("--target-column", metavar="NAME", help="the decoder's side (default: target)")
-    parser.add_argument("--target-data", metavar="FILE", help="the decoder's side, line by line")
+    add_data_arguments(parser, "text, on which CCT's compute depends (default: random tokens)")
     parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s")
     parser.add_argument(
         "--length", type=int, default=128, help="most tokens of a row (default: %(default)s)"
@@ -39,10 +33,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("batch_size", "length", "threads"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1 (got {value})")
+    check_at_least_1(args, "batch_size", "length", "threads")
     import torch
 
     from hf_moa.analysis.observe import gated_model_of
@@ -84,17 +75,10 @@ def _batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
             ids[:, -1] = end
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     else:
-        from hf_moa.analysis.text_batches import TextBatches, read_text
+        from hf_moa.analysis.text_batches import TextBatches
 
-        tokenizer = tokenizer_of(args.checkpoint)
-        if tokenizer is None:
-            raise ValueError(
-                f"{args.checkpoint} must have its tokenizer beside it to read --data (got none)"
-            )
-        columns = {} if args.text_column is None else {"text": args.text_column}
-        if args.target_column is not None:
-            columns["target"] = args.target_column
-        data = read_text(args.data, columns=columns, target_file=args.target_data, limit=args.batch_size)
+        tokenizer = tokenizer_for(model, args.checkpoint)
+        data = read_data(args, limit=args.batch_size)
         sizes = {"batch_size": args.batch_size, "max_length": args.length}
         (batch,) = TextBatches(data, tokenizer, model, with_labels=False, **sizes)
     reads_two_sides = model.can_generate() or type(model).__name__.endswith("Model")
