@@ -20,7 +20,7 @@ each budget), `log.jsonl`, the model and tokenizer in `output_dir`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from accelerate_arguments import AccelerateArguments, make_accelerator
 from accelerate_checkpoints import checkpoint_to_resume
@@ -44,6 +44,9 @@ class DataTrainingArguments(SplitTextArguments):
     """Which texts to train and evaluate on, and how they are cut up."""
 
     block_size: int | None = optional("Tokens per block. Default: what the model takes, at most 1024.")
+    no_keep_linebreaks: bool = field(
+        default=False, metadata={"help": "Leave out the ends of lines: texts follow each other at once."}
+    )
 
 
 def main(args: list[str] | None = None) -> dict[str, float]:
@@ -53,6 +56,8 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     accelerator = make_accelerator(run_args)
     with accelerator.main_process_first():
         lines = load_splits(model_args, data_args)
+    if data_args.no_keep_linebreaks:
+        lines = {split: [line.rstrip("\r\n") for line in text] for split, text in lines.items()}
     tokenizer = load_tokenizer(model_args, checkpoint_to_resume(run_args))
     if tokenizer is None:
         tokenizer = train_tokenizer(lines["train"], model_args.vocab_size)

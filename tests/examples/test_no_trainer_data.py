@@ -1,11 +1,30 @@
 """What the Accelerate scripts make of texts, pairs and data sets."""
 
+from pathlib import Path
+
 import pytest
+import run_clm_no_trainer
 import run_mlm_no_trainer
 import torch
 from accelerate_runs import made_up_lines, run, weights
 from datasets import Dataset
+from text_blocks import TextBlocks
 from transformers import AutoTokenizer
+
+
+def test_line_ends_can_be_left_out(arguments, monkeypatch):
+    """Evaluated on is the beginning of the training text."""
+    texts = {}
+
+    def recorded(lines, tokenizer, block_size):
+        texts[len(lines)] = lines
+        return TextBlocks(lines, tokenizer, block_size)
+
+    monkeypatch.setattr(run_clm_no_trainer, "TextBlocks", recorded)
+    values = arguments("clm", max_train_steps=1, validation_file=None, no_keep_linebreaks=True)
+    assert "perplexity" in run("clm", values)
+    lines = Path(values["train_file"]).read_text().splitlines()
+    assert texts == {38: lines[2:], 2: lines[:2]}
 
 
 def test_masks_follow_from_seed_epoch_and_place(arguments):
