@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         "checkpoint", metavar="CHECKPOINT", help="folder or Hub id, of a model or an adapter"
     )
     data = parser.add_argument_group("data")
-    add_data_arguments(data, "text", required=True)
+    add_data_arguments(data, required=True)
     data.add_argument(
         "--label-column", metavar="NAME", help="for a classifier's accuracy (default: label)"
     )

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
         "hf-moa benchmark ./bert-cct --data dev.tsv --text-column sentence --batch-size 8",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or Hub id")
-    add_data_arguments(parser, "text, on which CCT's compute depends (default: random tokens)")
+    add_data_arguments(parser, use="CCT's compute depends on it (default: random tokens)")
     parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s")
     parser.add_argument(
         "--length", type=int, default=128, help="most tokens of a row (default: %(default)s)"

@@ -8,18 +8,19 @@ from .command import tokenizer_of
 _ROLES = ("text", "pair", "label", "target")
 
 
-def add_data_arguments(parser: Any, use: str, *, required: bool = False) -> None:
+def add_data_arguments(parser: Any, *, required: bool = False, use: str = "") -> None:
     """`--data` and what says which of it to read.
 
     Args:
         parser: or a group of one.
-        use: what the command does with it, for `--help`.
+        use: what the command does with it, where its help does not say.
     """
+    kinds = "text: .tsv, .csv, .json, .jsonl, .parquet, else one a line; or a dataset of the Hub"
     parser.add_argument(
         "--data",
         required=required,
         metavar="FILE",
-        help=f"{use}: .tsv, .csv, .json, .jsonl, .parquet, else one text a line; or a dataset of the Hub",
+        help=f"{kinds}; {use}" if use else kinds,
     )
     parser.add_argument("--text-column", metavar="NAME", help="default: text")
     parser.add_argument(

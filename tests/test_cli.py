@@ -308,6 +308,15 @@ def test_analyze_with_a_bad_option(gated_dir, texts, tmp_path, capsys, monkeypat
     assert not (tmp_path / "gates.html").exists()
 
 
+@pytest.mark.parametrize("command", ["analyze", "benchmark"])
+def test_text_needs_a_tokenizer(command, gated_dir, texts, tmp_path, capsys):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(gated_dir / name)
+    options = ["--data", texts, "--text-column", "sentence"]
+    message = error_of(capsys, command, tmp_path, *options)
+    assert f"{tmp_path} must have its tokenizer beside it to read text (got none)" in message
+
+
 @pytest.mark.parametrize("command", [["analyze", "--data", "x.txt"], ["benchmark"]])
 def test_plain_checkpoints_have_no_gates(bert_dir, capsys, command):
     message = error_of(capsys, command[0], bert_dir, *command[1:])
