@@ -12,7 +12,7 @@ from datasets import Dataset, load_dataset
 from gating_arguments import optional
 from sacrebleu.metrics import BLEU
 from text_files import is_table, read_lines, read_rows
-from text_training import IGNORE_INDEX, ModelArguments, train_byte_level_bpe
+from text_training import IGNORE_INDEX, ModelArguments, check_workers, train_byte_level_bpe
 from tokenizers.processors import TemplateProcessing
 from transformers import EvalPrediction, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -36,6 +36,7 @@ class ParallelTextArguments:
     train_target: str | None = optional("Its translation, line by line.")
     validation_source: str | None = optional("Text for --do_eval.")
     validation_target: str | None = optional("Its translation.")
+    preprocessing_num_workers: int | None = optional("Processes that tokenise. Default: this one.")
     source_prefix: str = field(
         default="", metadata={"help": "Put before every source text; T5 checkpoints want one."}
     )
@@ -58,6 +59,7 @@ class ParallelTextArguments:
                 f"Give either `dataset_name` or files, not both (got {self.dataset_name!r} and "
                 f"`{given[0]}`)."
             )
+        check_workers(self.preprocessing_num_workers)
         by_language = [] if self.dataset_name is None else ["dataset_name"]
         for split in ("train", "validation", "test"):
             if f"{split}_file" in given:
@@ -195,7 +197,12 @@ def tokenize(
         lengths = map(add, map(len, features["input_ids"]), map(len, labels["input_ids"]))
         return {**features, "labels": labels["input_ids"], "num_tokens": list(lengths)}
 
-    return dataset.map(tokenize_batch, batched=True, desc="Tokenizing")
+    return dataset.map(
+        tokenize_batch,
+        batched=True,
+        num_proc=data_args.preprocessing_num_workers,
+        desc="Tokenizing",
+    )
 
 
 def check_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:

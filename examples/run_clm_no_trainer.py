@@ -65,7 +65,10 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
     check_budgets(gating_args, model)
     block_size = check_block_size(data_args.block_size, model)
-    blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}
+    blocks = {
+        split: TextBlocks(text, tokenizer, block_size, data_args.preprocessing_num_workers)
+        for split, text in lines.items()
+    }
 
     evaluate = perplexity_of(
         accelerator,

@@ -24,19 +24,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from accelerate_arguments import AccelerateArguments, make_accelerator
 from accelerate_checkpoints import checkpoint_to_resume
 from accelerate_evaluation import perplexity_of
 from accelerate_training import GatedTraining
 from gating_arguments import GatingArguments, check_budgets
-from text_blocks import SplitTextArguments, load_splits, token_fields
+from text_blocks import SplitTextArguments, encode, load_splits, token_fields
 from text_training import IGNORE_INDEX, ModelArguments, load_model, load_tokenizer, parse_arguments
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase, default_data_collator
 
-from hf_moa.quickstart.tokenizer import pack, train_tokenizer
+from hf_moa.quickstart.tokenizer import train_tokenizer
 
 
 @dataclass
@@ -53,35 +54,37 @@ class DataTrainingArguments(SplitTextArguments):
 
 
 class MaskedSequences(Dataset):
-    """Packed text with tokens masked as BERT's: of those to predict, 80 % are `[MASK]`, 10 % another
+    """Sequences with tokens masked as BERT's: of those to predict, 80 % are `[MASK]`, 10 % another
     token, 10 % as they were.
 
     The masks of a sequence follow from the seed, the epoch and its place alone, so that a resumed run
     sees the same. Here the epoch stays: evaluations compare.
+
+    Args:
+        ids: of all sequences, one after another.
+        lengths: of each sequence.
     """
 
     def __init__(
         self,
-        lines: list[str],
+        ids: np.ndarray,
+        lengths: np.ndarray,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        length: int,
         probability: float,
         seed: int,
     ):
-        packed = pack(tokenizer, [line for line in lines if line.strip()], length)
-        if not packed:
-            raise ValueError(f"The text must fill a sequence of {length} tokens (`max_seq_length`).")
-        self.ids = torch.tensor([row["input_ids"] for row in packed])
+        self.ids, self.lengths = torch.from_numpy(ids), lengths.tolist()
+        self.starts = (lengths.cumsum() - lengths).tolist()
         self.special_ids = torch.tensor(tokenizer.all_special_ids)
         self.tokenizer, self.probability, self.seed, self.epoch = tokenizer, probability, seed, 0
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, index)) % 2**63)
-        ids = self.ids[index].clone()
+        ids = self.ids[self.starts[index] :][: self.lengths[index]].clone()
         draw = torch.rand(len(ids), generator=generator)
         predicted = (draw < self.probability) & ~torch.isin(ids, self.special_ids)
         labels = torch.where(predicted, ids, IGNORE_INDEX)
@@ -97,6 +100,24 @@ class RemaskedSequences(MaskedSequences):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+
+def pack(
+    lines: list[str], tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments
+) -> tuple[np.ndarray, np.ndarray]:
+    """Full sequences of the lines, each followed by `[SEP]`: `ids` and `lengths` for `MaskedSequences`.
+
+    A sequence begins with `[CLS]`; what does not fill the last one is left out, so nothing is padding.
+    """
+    length = data_args.max_seq_length
+    ids, lengths = encode(
+        lines, tokenizer, data_args.preprocessing_num_workers, add_special_tokens=False
+    )
+    ids = np.insert(ids, lengths.cumsum(), tokenizer.sep_token_id)
+    rows = ids[: len(ids) // (length - 1) * (length - 1)].reshape(-1, length - 1)
+    if not len(rows):
+        raise ValueError(f"The text must fill a sequence of {length} tokens (`max_seq_length`).")
+    return np.insert(rows, 0, tokenizer.cls_token_id, axis=1).flatten(), np.full(len(rows), length)
 
 
 def main(args: list[str] | None = None) -> dict[str, float]:
@@ -122,16 +143,12 @@ def main(args: list[str] | None = None) -> dict[str, float]:
             f"the model (got {data_args.max_seq_length})."
         )
     kinds = {"train": RemaskedSequences, "validation": MaskedSequences}
-    sets = {
-        split: kinds[split](
-            text,
-            tokenizer,
-            length=data_args.max_seq_length,
-            probability=data_args.mlm_probability,
-            seed=run_args.seed,
+    sets = {}
+    for split, text in lines.items():
+        ids, lengths = pack([line for line in text if line.strip()], tokenizer, data_args)
+        sets[split] = kinds[split](
+            ids, lengths, tokenizer, probability=data_args.mlm_probability, seed=run_args.seed
         )
-        for split, text in lines.items()
-    }
 
     evaluate = perplexity_of(
         accelerator,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from gating_arguments import optional
 from text_files import is_table, read_lines, read_rows, text_column
-from text_training import IGNORE_INDEX, ModelArguments, train_byte_level_bpe
+from text_training import IGNORE_INDEX, ModelArguments, check_workers, train_byte_level_bpe
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -47,7 +48,7 @@ class TextFileArguments:
 
 @dataclass
 class SplitTextArguments(TextFileArguments):
-    """The same, with a part of the training text to evaluate on where there is no other."""
+    """The same for the Accelerate scripts: what else is evaluated on, and who tokenises."""
 
     validation_split_percentage: int = field(
         default=5,
@@ -56,6 +57,7 @@ class SplitTextArguments(TextFileArguments):
             "validation text; 0: on none."
         },
     )
+    preprocessing_num_workers: int | None = optional("Processes that tokenise. Default: this one.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,6 +66,7 @@ class SplitTextArguments(TextFileArguments):
                 "`validation_split_percentage` must be at least 0 and less than 100 (got "
                 f"{self.validation_split_percentage})."
             )
+        check_workers(self.preprocessing_num_workers)
 
 
 class TextBlocks(Dataset):
@@ -76,9 +79,16 @@ class TextBlocks(Dataset):
     Args:
         lines: the text. A token that stands for its beginning is put before it.
         block_size: tokens per block, at least 2.
+        workers: processes that tokenise; none: this one.
     """
 
-    def __init__(self, lines: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int):
+    def __init__(
+        self,
+        lines: list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        block_size: int,
+        workers: int | None = None,
+    ):
         start = tokenizer.bos_token_id
         if start is None:
             start = tokenizer.eos_token_id
@@ -86,11 +96,8 @@ class TextBlocks(Dataset):
             raise ValueError(
                 "The tokenizer must have a bos_token or eos_token, to begin a text with (got neither)."
             )
-        parts = [np.array([start])]
-        for i in range(0, len(lines), 1000):
-            encoded = tokenizer(lines[i : i + 1000], add_special_tokens=False, verbose=False)
-            parts += [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
-        self.ids = torch.from_numpy(np.concatenate(parts))
+        ids, _ = encode(lines, tokenizer, workers, add_special_tokens=False)
+        self.ids = torch.from_numpy(np.insert(ids, 0, start))
         self.block_size = block_size
         self.num_words = sum(len(line.split()) for line in lines)
         self.num_lines = len(lines)
@@ -105,6 +112,40 @@ class TextBlocks(Dataset):
         labels = self.ids[start:end].clone()
         labels[: first + 1 - start] = IGNORE_INDEX
         return {"input_ids": self.ids[start:end], "labels": labels}
+
+
+def encode(
+    lines: list[str], tokenizer: PreTrainedTokenizerBase, workers: int | None = None, **options
+) -> tuple[np.ndarray, np.ndarray]:
+    """The token ids of all lines, one after another, and each line's number of them.
+
+    Args:
+        workers: processes that tokenise; none: this one.
+        options: of the tokenizer.
+    """
+
+    def encode_batch(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"ids": tokenizer(batch["line"], verbose=False, **options)["input_ids"]}
+
+    ids, lengths = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    if workers is None:
+        for i in range(0, len(lines), 1000):
+            found = encode_batch({"line": lines[i : i + 1000]})["ids"]
+            ids.append(np.fromiter(itertools.chain.from_iterable(found), dtype=np.int64))
+            lengths.append(np.fromiter(map(len, found), dtype=np.int64))
+    else:
+        encoded = datasets.Dataset.from_dict({"line": lines}).map(
+            encode_batch,
+            batched=True,
+            remove_columns="line",
+            features=datasets.Features({"ids": datasets.List(datasets.Value("int64"))}),
+            num_proc=workers,
+            desc="Tokenizing",
+        )
+        for chunk in encoded.with_format("arrow")[:]["ids"].chunks:
+            ids.append(chunk.flatten().to_numpy())
+            lengths.append(chunk.value_lengths().to_numpy())
+    return np.concatenate(ids), np.concatenate(lengths)
 
 
 def load_lines(model_args: ModelArguments, data_args: TextFileArguments, split: str) -> list[str]:

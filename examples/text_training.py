@@ -100,6 +100,13 @@ def parse_arguments(args: list[str] | None, *classes: type):
     return parser.parse_args_into_dataclasses(args)
 
 
+def check_workers(preprocessing_num_workers: int | None) -> None:
+    if preprocessing_num_workers is not None and preprocessing_num_workers < 1:
+        raise ValueError(
+            f"`preprocessing_num_workers` must be at least 1 (got {preprocessing_num_workers})."
+        )
+
+
 def set_up_logging(training_args: TrainingArguments, *loggers: logging.Logger) -> None:
     logging.basicConfig(
         format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",

@@ -1,24 +1,27 @@
 """What the Accelerate scripts make of texts, pairs and data sets."""
 
+import os
 from pathlib import Path
 
 import pytest
 import run_clm_no_trainer
 import run_mlm_no_trainer
 import torch
-from accelerate_runs import made_up_lines, run, weights
+from accelerate_runs import SCRIPTS, made_up_lines, run, weights
 from datasets import Dataset
-from text_blocks import TextBlocks
+from text_blocks import TextBlocks, encode
 from transformers import AutoTokenizer
+
+from hf_moa.quickstart.tokenizer import pack, train_tokenizer
 
 
 def test_line_ends_can_be_left_out(arguments, monkeypatch):
     """Evaluated on is the beginning of the training text."""
     texts = {}
 
-    def recorded(lines, tokenizer, block_size):
+    def recorded(lines, *args):
         texts[len(lines)] = lines
-        return TextBlocks(lines, tokenizer, block_size)
+        return TextBlocks(lines, *args)
 
     monkeypatch.setattr(run_clm_no_trainer, "TextBlocks", recorded)
     values = arguments("clm", max_train_steps=1, validation_file=None, no_keep_linebreaks=True)
@@ -31,10 +34,12 @@ def test_masks_follow_from_seed_epoch_and_place(arguments):
     values = arguments("mlm")
     run("mlm", values)
     tokenizer = AutoTokenizer.from_pretrained(values["output_dir"])
-    lines = list(made_up_lines(400, 0))
-    settings = {"length": 16, "probability": 0.3, "seed": 1}
-    one = run_mlm_no_trainer.RemaskedSequences(lines, tokenizer, **settings)
-    other = run_mlm_no_trainer.RemaskedSequences(lines, tokenizer, **settings)
+    data_args = run_mlm_no_trainer.DataTrainingArguments(train_file="a", max_seq_length=16)
+    sequences = run_mlm_no_trainer.pack(list(made_up_lines(400, 0)), tokenizer, data_args)
+    one, other = (
+        run_mlm_no_trainer.RemaskedSequences(*sequences, tokenizer, probability=0.3, seed=1)
+        for _ in range(2)
+    )
     rows = [one[i] for i in range(len(one))]
     for i in reversed(range(len(one))):
         assert torch.equal(rows[i]["input_ids"], other[i]["input_ids"])
@@ -48,7 +53,46 @@ def test_masks_follow_from_seed_epoch_and_place(arguments):
     masked = (ids == tokenizer.mask_token_id)[predicted].float().mean()
     assert 0.75 < masked < 0.85
     assert 0.07 < (ids == labels)[predicted].float().mean() < 0.14
-    assert torch.equal(torch.where(predicted, labels, ids), one.ids)
+    assert torch.equal(torch.where(predicted, labels, ids), one.ids.view_as(ids))
+
+
+def test_sequences_are_packed_as_the_quickstarts():
+    lines = [*made_up_lines(30, 0), "\x01\n"]  # the last one has no tokens
+    tokenizer = train_tokenizer(lines, 60)
+    data_args = run_mlm_no_trainer.DataTrainingArguments(train_file="a", max_seq_length=16)
+    ids, lengths = run_mlm_no_trainer.pack(lines, tokenizer, data_args)
+    expected = pack(tokenizer, lines, 16)
+    assert ids.reshape(-1, 16).tolist() == [row["input_ids"] for row in expected]
+    assert lengths.tolist() == [16] * len(expected)
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_workers_share_the_lines(workers):
+    def tokenizer(lines, **options):
+        return {"input_ids": [[os.getpid()] * int(line) for line in lines]}
+
+    numbers = [i % 3 for i in range(2000)]
+    ids, lengths = encode([f"{number}\n" for number in numbers], tokenizer, workers)
+    assert lengths.tolist() == numbers
+    assert len(ids) == sum(numbers)
+    processes = set(ids.tolist())
+    assert processes == {os.getpid()} if workers is None else len(processes - {os.getpid()}) == 2
+
+
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_scripts_tokenise_in_as_many_processes_as_asked(task, arguments, monkeypatch):
+    map_rows, asked = Dataset.map, []
+
+    def recorded(self, *args, num_proc, **kwargs):
+        asked.append(num_proc)
+        return map_rows(self, *args, **kwargs)
+
+    monkeypatch.setattr(Dataset, "map", recorded)
+    monkeypatch.setattr(SCRIPTS[task].GatedTraining, "train", lambda self: None)
+    run(task, arguments(task, preprocessing_num_workers=3))
+    assert asked == [3, 3]
+    with pytest.raises(ValueError, match=r"`preprocessing_num_workers` must be at least 1 \(got 0\)"):
+        run(task, arguments(task, preprocessing_num_workers=0))
 
 
 @pytest.fixture
