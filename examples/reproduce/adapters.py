@@ -12,17 +12,19 @@ report, once or while runs are under way:
     python examples/reproduce/adapters.py --report model_cards/adapters
 """
 
+from __future__ import annotations
+
 import argparse
-import json
-import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from runs import Results, Settings, carry_out, markdown_table, mean_and_deviation
+from experiment import Experiment, Phase
+from figures import draw_line, panels, save
+from runs import Results, Settings
+from scripts import TRAINER_FLAGS, read_json, run_script
+from summaries import best, with_deviation
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "adapters.jsonl"
+from hf_moa.markdown import table
 
 FRACTIONS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 SEEDS = (1, 2, 3)
@@ -44,7 +46,7 @@ TASKS = {
 }
 
 
-def tuning_runs() -> list[Settings]:
+def tuning_runs(results: Results) -> list[Settings]:
     return [
         {"task": task, "method": method, "learning_rate": rate, **TUNING}
         for task in TASKS
@@ -72,9 +74,8 @@ def final_runs(results: Results) -> list[Settings]:
 
 def chosen_rate(results: Results, task: str, method: str) -> float:
     """The learning rate with the best development accuracy of the tuning runs; NaN before the first."""
-    rows = results.find(task=task, method=method, **TUNING)
-    best = max(rows, key=lambda row: row["measured"]["accuracy"], default=None)
-    return float("nan") if best is None else best["settings"]["learning_rate"]
+    found = best(results, "accuracy", task=task, method=method, **TUNING)
+    return float("nan") if found is None else found["learning_rate"]
 
 
 def training_plan(settings: Settings) -> dict[str, int]:
@@ -86,51 +87,40 @@ def training_plan(settings: Settings) -> dict[str, int]:
     return {"examples": examples, "steps": every * EVALUATIONS, "every": every}
 
 
-def measure(settings: Settings, model: str, data_dir: str) -> dict:
+def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One finetuning run of `examples/run_glue.py`."""
-    import run_glue
-
     plan = training_plan(settings)
+    flags = {
+        **TRAINER_FLAGS,
+        "model_name_or_path": options.model_name_or_path,
+        "data_dir": options.data_dir,
+        "task_name": settings["task"],
+        "skip_malformed_rows": True,
+        "pad_to_max_length": False,
+        "attention_type": "mae",
+        "mae_training": "joint",
+        "adapter": settings["method"],
+        "seed": settings["seed"],
+        "do_train": True,
+        "max_train_samples": plan["examples"],
+        "max_steps": plan["steps"],
+        "learning_rate": settings["learning_rate"],
+        "warmup_steps": 0.1,
+        "per_device_train_batch_size": TASKS[settings["task"]]["batch"],
+        "per_device_eval_batch_size": 64,
+        "train_sampling_strategy": "group_by_length",
+        "eval_strategy": "steps",
+        "eval_steps": plan["every"],
+    }
+    if settings["method"] != "none":
+        flags["modules_to_save"] = "pooler"
     with tempfile.TemporaryDirectory() as folder:
-        flags = {
-            "model_name_or_path": model,
-            "data_dir": data_dir,
-            "task_name": settings["task"],
-            "skip_malformed_rows": True,
-            "pad_to_max_length": False,
-            "attention_type": "mae",
-            "mae_training": "joint",
-            "adapter": settings["method"],
-            "seed": settings["seed"],
-            "do_train": True,
-            "max_train_samples": plan["examples"],
-            "max_steps": plan["steps"],
-            "learning_rate": settings["learning_rate"],
-            "warmup_steps": 0.1,
-            "per_device_train_batch_size": TASKS[settings["task"]]["batch"],
-            "per_device_eval_batch_size": 64,
-            "train_sampling_strategy": "group_by_length",
-            "eval_strategy": "steps",
-            "eval_steps": plan["every"],
-            "save_strategy": "no",
-            "bf16": True,
-            "use_cpu": not torch.cuda.is_available(),
-            "log_level": "error",
-            "disable_tqdm": True,
-            "report_to": "none",
-            "output_dir": folder,
-        }
-        argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-        if settings["method"] != "none":
-            argv += ["--modules_to_save", "pooler"]
-        run_glue.main(argv)
-        return read_run(Path(folder))
+        return read_run(run_script("run_glue", flags, folder), Path(folder))
 
 
-def read_run(folder: Path) -> dict:
+def read_run(train: dict, folder: Path) -> dict:
     """The best evaluation of a run, its updates, and what it trained and stored."""
-    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-    train = json.loads((folder / "train_results.json").read_text(encoding="utf-8"))
+    state = read_json(folder / "trainer_state.json")
     curve = [(log["step"], log["eval_accuracy"]) for log in state["log_history"] if "eval_loss" in log]
     best = max(accuracy for _, accuracy in curve)
     stored = next(folder.glob("adapter_model.safetensors"), folder / "model.safetensors")
@@ -149,9 +139,9 @@ def report(results: Results, folder: Path) -> str:
     parts = [sizes(results)]
     for task, plan in TASKS.items():
         parts.append(f"### {task.upper()}, {plan['examples']:,} examples are 100 %\n\nBest accuracy:")
-        parts.append(table(results, task, "accuracy", 100, "{:.1f} ± {:.1f}"))
+        parts.append(by_fraction(results, task, "accuracy", scale=100))
         parts.append("Updates to the best evaluation:")
-        parts.append(table(results, task, "steps_to_best", 1, "{:.0f}"))
+        parts.append(by_fraction(results, task, "steps_to_best", form="{:.0f}"))
     draw(results, folder / "accuracy.svg")
     return "\n\n".join(parts)
 
@@ -165,22 +155,19 @@ def sizes(results: Results) -> str:
             stored = f"{measured['stored_bytes'] / 1e6:.1f} MB" if method != "head" else "-"
             rates = [f"{chosen_rate(results, task, method):g}" for task in TASKS]
             rows.append([name, f"{measured['trainable_parameters']:,}", stored, ", ".join(rates)])
-    return markdown_table(
+    return table(
         ["method", "trainable parameters", "on disk", f"learning rate ({', '.join(TASKS)})"], rows
     )
 
 
-def table(results: Results, task: str, measure: str, scale: float, form: str) -> str:
+def by_fraction(
+    results: Results, task: str, measure: str, *, scale: float = 1, form: str = "{:.1f}"
+) -> str:
     rows = []
     for method, (name, _) in METHODS.items():
-        cells = []
-        for fraction in FRACTIONS:
-            values = reported(results, task, method, fraction, measure)
-            cells.append(
-                form.format(*(scale * x for x in mean_and_deviation(values))) if values else "-"
-            )
-        rows.append([name, *cells])
-    return markdown_table(["method", *(f"{f:.0%}" for f in FRACTIONS)], rows)
+        values = [[scale * x for x in reported(results, task, method, f, measure)] for f in FRACTIONS]
+        rows.append([name, *(with_deviation(each, form) for each in values)])
+    return table(["method", *(f"{f:.0%}" for f in FRACTIONS)], rows)
 
 
 def reported(results: Results, task: str, method: str, fraction: float, measure: str) -> list[float]:
@@ -191,69 +178,30 @@ def reported(results: Results, task: str, method: str, fraction: float, measure:
 
 def draw(results: Results, path: Path) -> None:
     """Accuracy against the share of the data, a line per method, in the form of the paper's Figure 2."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    size = (4.6 * len(TASKS), 3.6)
-    figure, axes = pyplot.subplots(1, len(TASKS), figsize=size, layout="constrained", squeeze=False)
-    # Okabe and Ito's colours, and markers, for print and for the colour-blind
-    styles = zip(("#666666", "#0072B2", "#009E73", "#E69F00", "#D55E00"), "xosD^", strict=True)
-    styles = dict(zip(METHODS, styles, strict=False))
-    for axis, (task, plan) in zip(axes[0], TASKS.items(), strict=True):
-        for method, (name, _) in METHODS.items():
-            values = {f: reported(results, task, method, f, "accuracy") for f in FRACTIONS}
-            points = [(100 * f, *mean_and_deviation(v)) for f, v in values.items() if v]
-            if points:
-                colour, marker = styles[method]
-                x, mean, deviation = zip(*points, strict=True)
-                axis.errorbar(
-                    x,
-                    [100 * value for value in mean],
-                    yerr=[100 * value for value in deviation],
-                    label=name,
-                    color=colour,
-                    marker=marker,
-                    markersize=5,
-                    capsize=2,
-                    linewidth=1.4,
-                )
+    figure, axes = panels(len(TASKS))
+    for axis, (task, plan) in zip(axes, TASKS.items(), strict=True):
+        for style, (method, (name, _)) in enumerate(METHODS.items()):
+            points = [
+                (100 * f, [100 * value for value in reported(results, task, method, f, "accuracy")])
+                for f in FRACTIONS
+            ]
+            draw_line(axis, points, style, label=name)
         axis.set_title(f"{task.upper()} ({plan['examples']:,} examples)")
         axis.set_xlabel("share of the training data (%)")
         axis.set_ylabel("best development accuracy (%)")
-        axis.grid(alpha=0.3)
-    if axes[0, 0].lines:
-        axes[0, 0].legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+    save(figure, axes, path)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model_name_or_path", help="a pretrained BERT")
-    parser.add_argument("--data_dir", help="folder of GLUE's published TSV files")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="print tables, write the figure")
-    options = parser.parse_args(arguments)
-
-    results = Results(options.results)
-    if options.report is not None:
-        print(report(results, options.report))
-        return
-    if options.model_name_or_path is None or options.data_dir is None:
-        parser.error("--model_name_or_path and --data_dir are needed to train; or give --report")
-    sys.path.insert(0, str(HERE.parent))
-
-    def one(settings: Settings) -> dict:
-        return measure(settings, options.model_name_or_path, options.data_dir)
-
-    carry_out(tuning_runs(), results, one, "learning rates")
-    carry_out(final_runs(results), results, one, "adapters")
-
+EXPERIMENT = Experiment(
+    name="adapters",
+    description=__doc__,
+    phases=(Phase("rates", tuning_runs, measure), Phase("fractions", final_runs, measure)),
+    report=report,
+    needed={
+        "model_name_or_path": "a pretrained BERT",
+        "data_dir": "folder of GLUE's published TSV files",
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -5,7 +5,6 @@ stand in the file already is skipped.
 """
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,8 +26,13 @@ class Results:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.rows: list[dict] = []
+        self.read()
+
+    def read(self) -> None:
+        """Read the file again: other processes may have added to it."""
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
-        self.rows: list[dict] = [json.loads(line) for line in lines]
+        self.rows = [json.loads(line) for line in lines]
 
     def find(self, **settings: Any) -> list[dict]:
         """The runs that have these settings, whatever their others are."""
@@ -79,14 +83,3 @@ def describe_machine() -> str:
         f"{processor}, {facts['threads']} of {facts['cpus']} threads, torch {facts['torch']}, "
         f"transformers {facts['transformers']}"
     )
-
-
-def mean_and_deviation(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation, 0 for a single value."""
-    values = list(values)
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def markdown_table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

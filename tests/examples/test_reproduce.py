@@ -13,8 +13,8 @@ FOLDER = Path(__file__).parents[2] / "examples" / "reproduce"
 @pytest.fixture
 def experiment(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("adapters", "runs"):
-        sys.modules.pop(name, None)
+    for path in FOLDER.glob("*.py"):
+        sys.modules.pop(path.stem, None)
     import adapters
 
     monkeypatch.setattr(adapters, "SEEDS", (1,))
@@ -25,8 +25,8 @@ def experiment(monkeypatch):
     task = {"examples": 24, "batch": 4, "epochs": 1, "least_steps": 1}
     monkeypatch.setattr(adapters, "TASKS", {"mrpc": task})
     yield adapters
-    for name in ("adapters", "runs"):
-        sys.modules.pop(name, None)
+    for path in FOLDER.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def test_runs_are_made_once_and_reported(
@@ -38,7 +38,7 @@ def test_runs_are_made_once_and_reported(
 ):
     results = tmp_path / "results.jsonl"
     argv = ["--model_name_or_path", checkpoint, "--data_dir", glue_dir, "--results", str(results)]
-    experiment.main(argv)
+    experiment.EXPERIMENT.main(argv)
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert len(rows) == 3 + 4  # learning rates; methods times fractions
     assert {row["settings"]["fraction"] for row in rows} == {0.25, 0.5, 1.0}
@@ -51,21 +51,21 @@ def test_runs_are_made_once_and_reported(
     # A run that was cut off goes on where it was.
     lines = results.read_text().splitlines(keepends=True)
     results.write_text("".join(lines[:-1]))
-    experiment.main(argv)
+    experiment.EXPERIMENT.main(argv)
     again = results.read_text().splitlines(keepends=True)
     assert again[:-1] == lines[:-1]
     assert json.loads(again[-1])["settings"] == json.loads(lines[-1])["settings"]
     assert json.loads(again[-1])["measured"]["curve"] == json.loads(lines[-1])["measured"]["curve"]
 
     capsys.readouterr()
-    experiment.main(["--report", str(tmp_path / "report"), "--results", str(results)])
+    experiment.EXPERIMENT.main(["--report", str(tmp_path / "report"), "--results", str(results)])
     text = capsys.readouterr().out
     assert "| FTG |" in text
     assert (tmp_path / "report" / "accuracy.svg").is_file()
 
 
 def test_report_of_a_run_under_way(experiment, tmp_path, capsys):
-    experiment.main(["--report", str(tmp_path), "--results", str(tmp_path / "none.jsonl")])
+    experiment.EXPERIMENT.main(["--report", str(tmp_path), "--results", str(tmp_path / "none.jsonl")])
     assert "| method |" in capsys.readouterr().out
 
 

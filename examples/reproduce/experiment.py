@@ -1,0 +1,108 @@
+"""The command line of an experiment: its runs, in phases, and its report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runs import Results, Settings, carry_out
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Runs that may depend on what earlier phases found.
+
+    Attributes:
+        name: for the progress bar and `--phases`.
+        runs: what is in the results -> the settings of this phase's runs.
+        measure: the settings of a run, the command line's options -> what was measured.
+    """
+
+    name: str
+    runs: Callable[[Results], list[Settings]]
+    measure: Callable[[Settings, argparse.Namespace], dict]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A claim to test.
+
+    Attributes:
+        name: of the file of results.
+        description: what `--help` says.
+        phases: in their order.
+        report: results, folder for figures -> Markdown.
+        needed: name of an option without which no run can be made -> its help.
+    """
+
+    name: str
+    description: str
+    phases: Sequence[Phase]
+    report: Callable[[Results, Path], str]
+    needed: dict[str, str]
+
+    def main(self, arguments: list[str] | None = None) -> None:
+        options = self._parse(arguments)
+        results = Results(options.results)
+        if options.report is not None:
+            options.report.mkdir(parents=True, exist_ok=True)
+            print(self.report(results, options.report))
+            return
+        sys.path.insert(0, str(HERE.parent))
+        index, count = options.shard
+        for phase in self.phases:
+            if phase.name in options.phases:
+                runs = phase.runs(results)
+                carry_out(
+                    runs[index::count],
+                    results,
+                    lambda settings, measure=phase.measure: measure(settings, options),
+                    phase.name,
+                )
+                results.read()  # what other shards have added
+                missing = sum(not results.has(settings) for settings in runs)
+                if missing:
+                    print(f"{missing} runs of the phase {phase.name!r} are left to the other shards.")
+                    return
+
+    def _parse(self, arguments: list[str] | None) -> argparse.Namespace:
+        parser = argparse.ArgumentParser(
+            description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        names = [phase.name for phase in self.phases]
+        for name, text in self.needed.items():
+            parser.add_argument(f"--{name}", help=text)
+        parser.add_argument(
+            "--results",
+            type=Path,
+            default=HERE / "results" / f"{self.name}.jsonl",
+            help="default: %(default)s",
+        )
+        parser.add_argument(
+            "--phases", nargs="+", choices=names, default=names, help="default: %(default)s"
+        )
+        parser.add_argument(
+            "--shard",
+            type=_shard,
+            default=(0, 1),
+            metavar="I/N",
+            help="make only every N-th run, from the I-th on (0 is the first): for N processes at once",
+        )
+        parser.add_argument("--report", type=Path, metavar="FOLDER", help="print tables, write figures")
+        options = parser.parse_args(arguments)
+        lacking = [f"--{name}" for name in self.needed if getattr(options, name) is None]
+        if options.report is None and lacking:
+            parser.error(f"{', '.join(lacking)} needed to make runs; or give --report")
+        return options
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"must be I/N with I < N, such as 0/2 (got {text!r})")
+    return int(index), int(count)

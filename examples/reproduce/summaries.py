@@ -1,0 +1,114 @@
+"""Runs of several seeds in a few numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runs import Results, Settings
+
+from hf_moa.markdown import table
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measure in a table of variants.
+
+    Attributes:
+        name: of the column.
+        measure: of the runs.
+        form: of a number.
+        scale: it is multiplied by this.
+        paired: add the difference to the first variant, seed by seed.
+    """
+
+    name: str
+    measure: str
+    form: str = "{:.1f}"
+    scale: float = 1.0
+    paired: bool = False
+
+
+def variant_table(
+    results: Results, variants: Iterable[str], columns: Sequence[Column], **settings: Any
+) -> str:
+    """A row for each variant: mean ± standard deviation over the seeds, and differences seed by seed.
+
+    Args:
+        variants: values of the setting `variant`; the first is the base of the differences.
+        settings: that all runs of the table have.
+    """
+    variants = list(variants)
+    heads = ["variant", "seeds"]
+    for column in columns:
+        heads += [column.name, f"{column.name}, paired difference"][: 1 + column.paired]
+    rows = []
+    for variant in variants:
+        cells = [str(len(results.find(variant=variant, **settings)))]
+        for column in columns:
+            found, base = (
+                scaled_by_seed(results, column, variant=each, **settings)
+                for each in (variant, variants[0])
+            )
+            cells.append(with_deviation(found.values(), column.form))
+            if column.paired:
+                apart = [] if variant == variants[0] else differences(found, base)
+                cells.append(with_deviation(apart, column.form, sign=True))
+        rows.append([variant, *cells])
+    return table(heads, rows)
+
+
+def scaled_by_seed(results: Results, column: Column, **settings: Any) -> dict[int, float]:
+    found = by_seed(results, column.measure, **settings)
+    return {seed: column.scale * value for seed, value in found.items()}
+
+
+def by_seed(results: Results, measure: str, **settings: Any) -> dict[int, float]:
+    """Seed -> what was measured in the run that has these settings; of runs that measured it."""
+    return {
+        row["settings"]["seed"]: row["measured"][measure]
+        for row in results.find(**settings)
+        if row["measured"].get(measure) is not None
+    }
+
+
+def differences(values: dict[int, float], base: dict[int, float]) -> list[float]:
+    """Of each seed that both have."""
+    return [values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())]
+
+
+def best(results: Results, measure: str, *, lowest: bool = False, **settings: Any) -> Settings | None:
+    """The settings of the run with the best value among those that have `settings`; None of none."""
+    sign = -1 if lowest else 1
+    rows = results.find(**settings)
+    row = max(rows, key=lambda row: sign * row["measured"][measure], default=None)
+    return None if row is None else row["settings"]
+
+
+def mean_and_deviation(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation, 0 for a single value."""
+    values = list(values)
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def with_deviation(values: Iterable[float], form: str = "{:.1f}", *, sign: bool = False) -> str:
+    """`12.3 ± 0.4`, or `-` of no values."""
+    values = list(values)
+    if not values:
+        return "-"
+    mean, deviation = mean_and_deviation(values)
+    signed = ("+" if sign and mean > 0 else "") + form.format(mean)
+    return f"{signed} ± {form.format(deviation)}" if len(values) > 1 else signed
+
+
+def time_and_machine(results: Results, **settings: Any) -> str:
+    """How long the runs took, and where."""
+    rows = results.find(**settings)
+    if not rows:
+        return "No runs yet."
+    hours = sum(row["seconds"] for row in rows) / 3600
+    machines = " and ".join(dict.fromkeys(row["machine"] for row in rows))
+    median = statistics.median(row["seconds"] for row in rows) / 60
+    return f"{len(rows)} runs, {hours:.1f} hours, {median:.1f} minutes each (median); {machines}."
