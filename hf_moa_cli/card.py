@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .command import add_command
+from .command import add_command, load_checkpoint, without_bars
+from .data import add_data_arguments, add_size_arguments, check_at_least_1, read_data, tokenizer_for
 
 # What the metadata ought to say -> the option that says it.
 _OPTIONS = {
@@ -55,6 +56,11 @@ def add(commands: Any) -> None:
         help="replace a card; sections of your own and metadata that is not known anew stay",
     )
     parser.add_argument("--json", action="store_true", help="print what the card says as JSON")
+    load = parser.add_argument_group(
+        "expert load", "Measured on text, for which the weights are loaded; without, they are not."
+    )
+    add_data_arguments(load)
+    add_size_arguments(load)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output) if args.output is not None else beside
     if output.is_dir():
         raise ValueError(f"--output must be a file (got {output}, a folder)")
+    check_at_least_1(args, "limit", "batch_size", "max_length")
     from hf_moa.model_card import checkpoint_card, is_unfinished, read_card, write_card
 
     old = read_card(output)
@@ -79,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         metrics=args.metrics,
         budgets=args.budgets,
         old=old,
+        **({} if args.data is None else _expert_load(args)),
     )
     write_card(card, output)
     unsaid = [option for name, option in _OPTIONS.items() if not card.data.get(name)]
@@ -90,3 +98,33 @@ def run(args: argparse.Namespace) -> int:
     if unsaid:
         print(f"It does not say, and these options would: {', '.join(unsaid)}")
     return 0
+
+
+def _expert_load(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `checkpoint_card`: the load on the given text, and what text that is.
+
+    Raises:
+        ValueError: the model has no experts; the text cannot be read.
+    """
+    from hf_moa.analysis import analyze
+    from hf_moa.analysis.observe import gated_model_of
+    from hf_moa.analysis.text_batches import TextBatches
+    from hf_moa.model_card.expert_load import expert_load_in
+
+    with without_bars():
+        model = load_checkpoint(args.checkpoint)
+        gated = gated_model_of(model)
+        config = gated.config
+        if config.attention_type == "mha" and config.ffn_type == "dense":
+            raise ValueError(
+                "--data measures the load of experts, and the model must have some (got attention_type "
+                "'mha' and ffn_type 'dense'); leave it out"
+            )
+        data = read_data(args, limit=args.limit)
+        sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
+        tokenizer = tokenizer_for(model, args.checkpoint)
+    batches = TextBatches(data, tokenizer, gated, with_labels=False, **sizes)
+    # at the largest budget alone: the others are not asked for
+    tables = analyze(model, batches, budgets=config.listed_budgets[:1] or None).tables
+    load = expert_load_in(tables, is_encoder_decoder=config.is_encoder_decoder)
+    return {"expert_load": load, "expert_load_of": f"{len(data):,} texts of {Path(args.data).name}"}

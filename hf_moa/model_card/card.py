@@ -64,6 +64,7 @@ def model_card(
     budget_rows: Sequence[Mapping[str, Any]] = (),
     measured_on: str | None = None,
     expert_load: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    expert_load_of: str = "the training batches of the last log",
     adapter: str | None = None,
     has_tokenizer: bool = True,
     carries_code: bool = True,
@@ -88,6 +89,7 @@ def model_card(
         measured_on: the machine of `budget_rows`, in words.
         expert_load: part of the layer -> `[layers][N]`, each expert's share of the assignments or, of
             an MAE gate, of the weight.
+        expert_load_of: what `expert_load` is the mean over, in words.
         adapter: the PEFT method ("FTG", "LORA"), where the card is an adapter's.
         has_tokenizer: whether a tokenizer is saved with the model.
         carries_code: whether the checkpoint loads with `trust_remote_code=True`.
@@ -149,8 +151,8 @@ def model_card(
     if expert_load:
         sections[EXPERT_LOAD] = (
             "Each expert's share of what its router assigned, or of the weight its MAE gate gave: the "
-            "mean over the training batches of the last log. The entropy is relative to that of an even "
-            f"load.\n\n{expert_load_table(expert_load)}"
+            f"mean over {expert_load_of}. The entropy is relative to that of an even load.\n\n"
+            f"{expert_load_table(expert_load)}"
         )
     entries = citations(config, is_ftg=adapter == "FTG")
     if entries:

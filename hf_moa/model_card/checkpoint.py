@@ -35,6 +35,8 @@ def checkpoint_card(
     budgets: str | Path | None = None,
     old: ModelCard | None = None,
     adapter: Adapter | None = None,
+    expert_load: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    expert_load_of: str = "",
 ) -> ModelCard:
     """The card of a saved model or PEFT adapter. Nothing is unpickled, and no weights are read.
 
@@ -52,6 +54,8 @@ def checkpoint_card(
         old: the card to take what is not known from. Default: README.md of the folder.
         adapter: the adapter in the folder. Default: what adapter_config.json says; its base's
             configuration is read from where it is, which may be the Hub.
+        expert_load: as of `model_card`. Default: what the old card says of it.
+        expert_load_of: what it is the mean over, in words.
 
     Raises:
         ValueError: there is neither file, or not of a gated model; an adapter's base cannot be read; a
@@ -96,6 +100,8 @@ def checkpoint_card(
         has_tokenizer=any(_has(folder, name) for name in _TOKENIZER_FILES),
         carries_code=carries_code,
         adapter=None if adapter is None else adapter.method,
+        expert_load=expert_load,
+        expert_load_of=expert_load_of,
     )
     return merged_card(card, old, same_weights=True)
 

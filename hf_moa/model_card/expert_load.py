@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_moa.markdown import table
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # With more experts than this, their shares do not fit on a line.
 _MOST_SHARES = 16
@@ -61,6 +64,40 @@ class MeanExpertLoad:
             means[part] = (total / count.clamp(min=1)).tolist()
         self._sums, self._counts = {}, {}
         return means
+
+
+def expert_load_in(
+    tables: Mapping[str, pd.DataFrame], *, is_encoder_decoder: bool
+) -> dict[str, list[list[float]]]:
+    """The load that an analysis measured, under the names that `MeanExpertLoad` has for it.
+
+    Args:
+        tables: of `hf_moa.analysis.analyze`: `expert_load` and `mae_experts` are read.
+        is_encoder_decoder: whether the model has two halves, to name the parts by.
+
+    Returns:
+        Part of the layer -> `[layers][N]`; empty for a model without experts.
+    """
+    measured = {
+        "attention": (tables.get("expert_load"), "load"),
+        "MAE_gate": (tables.get("mae_experts"), "mean weight"),
+    }
+    loads = {}
+    for kind, (rows, column) in measured.items():
+        for part, own in () if rows is None else rows.groupby("part", sort=False):
+            grid = own.pivot(index="layer", columns="expert", values=column)
+            loads[_part(part, kind, is_encoder_decoder)] = grid.to_numpy().tolist()
+    return loads
+
+
+def _part(part: str, kind: str, is_encoder_decoder: bool) -> str:
+    """The models' name of a part of an analysis: "cross", "encoder feed_forward"."""
+    half, _, named = part.partition(" ")
+    if not is_encoder_decoder:
+        return named or kind
+    if part == "cross" and kind == "attention":
+        return "decoder_cross_attention"
+    return f"{half}_{named or kind}"
 
 
 def expert_load_table(expert_load: Mapping[str, Sequence[Sequence[float]]]) -> str:

@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 from cards import BUDGET_ROWS, LOG, evaluation, full_card, sections
+from families import CASE
 
+from hf_moa.analysis import analyze
 from hf_moa.model_card import MeanExpertLoad, eval_results
+from hf_moa.model_card.expert_load import expert_load_in
 from hf_moa.model_card.facts import named_metrics
 from hf_moa.model_card.tables import budget_table
 from hf_moa.model_card.trainer import final_metrics, history_of
@@ -70,6 +73,23 @@ def test_mean_weights_of_gates_are_a_load():
         "encoder_MAE_gate": [[0.75, 0.25], [0.0, 1.0]],
         "cross_MAE_gate": [[0.75, 0.25]],
     }
+
+
+@pytest.mark.parametrize("name", ["BertModel", "GPT2Model", "T5Model"])
+def test_load_in_an_analysis_is_that_of_the_outputs(name):
+    case = CASE[name]
+    inputs = {key: value[:, :4] for key, value in case.inputs().items()}  # without padding
+    for fields in ({"attention_type": "moa", "ffn_type": "moe"}, {"attention_type": "mae"}):
+        model = case.build(**fields).eval()
+        mean = MeanExpertLoad()
+        mean.add_outputs(model(**inputs, output_expert_weights=True))
+        tables = analyze(model, [inputs], progress=False).tables
+        found = expert_load_in(tables, is_encoder_decoder=name == "T5Model")
+        expected = mean.drain(lambda x: x)
+        assert found.keys() == expected.keys()
+        for part, layers in expected.items():
+            torch.testing.assert_close(torch.tensor(found[part]), torch.tensor(layers))
+    assert expert_load_in({}, is_encoder_decoder=False) == {}
 
 
 def test_hyperparameters_do_not_break_their_table():

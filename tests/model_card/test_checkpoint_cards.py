@@ -4,6 +4,7 @@ import json
 import pickle
 
 import pytest
+import torch
 from cards import (
     BUDGET_ROWS,
     LOG,
@@ -17,7 +18,10 @@ from cards import (
 )
 from families import CASE
 from huggingface_hub import EvalResult
+from peft import get_peft_model
+from test_pipelines import tokenizer
 
+from hf_moa import FTGConfig
 from hf_moa.model_card import checkpoint_card, read_card, write_card
 from hf_moa.model_card.tables import budget_table
 
@@ -68,6 +72,42 @@ def test_command_takes_files_and_says_what_is_missing(checkpoint, tmp_path, caps
     assert card.data.metrics == ["accuracy", "f1"]
     assert "| evaluation data | F1 | 0.25 |" in sections(card)["Results"]
     assert "1.50x" in sections(card)["Compute budgets"]
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_expert_load_is_measured_on_text(is_adapter, checkpoint, tmp_path, capsys):
+    text = tmp_path / "dev.tsv"
+    text.write_text("sentence\tlabel\nthe head of a head\t1\nattention\t0\nheads\t0\n")
+    folder = tmp_path / "adapter" if is_adapter else checkpoint
+    model = CASE["BertForSequenceClassification"].gated.from_pretrained(checkpoint)
+    if is_adapter:
+        get_peft_model(model, FTGConfig(task_type="SEQ_CLS")).save_pretrained(folder)
+    options = ["--data", text, "--text-column", "sentence", "--limit", "2"]
+    assert card_command(folder, *options) == 0
+    load = sections(read_card(folder / "README.md"))["Expert load"]
+    assert "the mean over 2 texts of dev.tsv." in load
+    rows = [line.split(" | ") for line in load.strip().splitlines() if line.startswith("| MAE gate |")]
+    assert [row[1] for row in rows] == ["0", "1"]
+    encoded = [tokenizer(CASE["BertModel"])(text) for text in ("the head of a head", "attention")]
+    weights = [
+        model(torch.tensor([each["input_ids"]]), output_expert_weights=True).expert_weights
+        for each in encoded
+    ]
+    for row, first, second in zip(rows, *weights, strict=True):
+        shares = [float(share) for share in row[-1].rstrip(" |").split()]
+        torch.testing.assert_close(torch.tensor([shares]), (first + second) / 2, atol=6e-4, rtol=0)
+    assert card_command(folder, "--overwrite") == 0  # without data, it stays
+    assert sections(read_card(folder / "README.md"))["Expert load"].strip() == load.strip()
+
+
+def test_text_for_a_model_without_experts_is_an_error(tmp_path):
+    saved(CASE["BertModel"], tmp_path / "model", cct_budgets=[1, 0.5])
+    (tmp_path / "dev.txt").write_text("the head\n")
+    with pytest.raises(ValueError, match=r"the model must have some \(got attention_type 'mha' and"):
+        card_command(tmp_path / "model", "--data", tmp_path / "dev.txt")
+    with pytest.raises(ValueError, match=r"--limit must be at least 1 \(got 0\)"):
+        card_command(tmp_path / "model", "--data", tmp_path / "dev.txt", "--limit", "0")
+    assert not (tmp_path / "model" / "README.md").exists()
 
 
 def test_card_as_json(checkpoint, capsys):
