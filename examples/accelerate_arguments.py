@@ -47,7 +47,7 @@ class _RunArguments:
         default="random",
         metadata={
             "help": "Order of the rows: random, or group_by_length, which puts rows of similar length "
-            "into a batch, for less padding."
+            "into a batch, for less padding of pairs and of single lines."
         },
     )
     logging_steps: int = field(default=50, metadata={"help": "Updates between two logs."})

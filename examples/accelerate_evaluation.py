@@ -37,14 +37,19 @@ def mean_over_labels(
 
 
 def perplexity_of(
-    accelerator: Accelerator, dataset: Dataset | None, batch_size: int, *, shifts_labels: bool
+    accelerator: Accelerator,
+    dataset: Dataset | None,
+    batch_size: int,
+    *,
+    shifts_labels: bool,
+    collate: Callable[[list], dict] = default_data_collator,
 ) -> Callable[[nn.Module], dict[str, float]] | None:
     """An `evaluate` for `GatedTraining`: loss and perplexity on a data set of a language model; none
     without one."""
     if dataset is None:
         return None
     loader = accelerator.prepare_data_loader(
-        DataLoader(dataset, batch_size=batch_size, collate_fn=default_data_collator)
+        DataLoader(dataset, batch_size=batch_size, collate_fn=collate)
     )
 
     def evaluate(model: nn.Module) -> dict[str, float]:

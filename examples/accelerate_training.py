@@ -145,7 +145,7 @@ class GatedTraining:
         if lengths is None:
             raise ValueError(
                 f"`train_sampling_strategy` {self.args.train_sampling_strategy} needs rows of several "
-                "lengths, and this text is packed into rows of one (leave it at 'random')."
+                "lengths (got rows of one length, packed or padded). Leave it at 'random'."
             )
         rows = math.prod(self.progress.rows_per_update)
         return EpochsGroupedByLength(lengths, rows, self.args.seed)

@@ -15,9 +15,10 @@ WordPiece vocabulary trained on the way:
 On several GPUs: `accelerate launch --config_file examples/accelerate/ddp.yaml` (or `fsdp2.yaml`, ...). A
 run that was killed goes on from its last whole checkpoint, bit for bit, when it is started again.
 
-Text is packed into sequences without padding; which tokens are masked follows from the seed, the epoch
-and the place of the sequence. Results: `all_results.json` (perplexity of masked tokens; of a CCT
-model at each budget), `log.jsonl`, the model and tokenizer in `output_dir`.
+Text is packed into sequences without padding, or each line is one (`--line_by_line`); which tokens are
+masked follows from the seed, the epoch and the place of the sequence. Results: `all_results.json`
+(perplexity of masked tokens; of a CCT model at each budget), `log.jsonl`, the model and tokenizer in
+`output_dir`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ from text_blocks import SplitTextArguments, encode, load_splits, token_fields
 from text_training import IGNORE_INDEX, ModelArguments, load_model, load_tokenizer, parse_arguments
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase, default_data_collator
+from transformers import (
+    AutoModelForMaskedLM,
+    DataCollatorForTokenClassification,
+    PreTrainedTokenizerBase,
+    default_data_collator,
+)
 
 from hf_moa.quickstart.tokenizer import train_tokenizer
 
@@ -46,9 +52,21 @@ class DataTrainingArguments(SplitTextArguments):
 
     max_seq_length: int = field(default=128, metadata={"help": "Tokens per sequence."})
     mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens to predict."})
+    line_by_line: bool = field(
+        default=False,
+        metadata={"help": "A line is a sequence, cut off at max_seq_length; blank ones are left out."},
+    )
+    pad_to_max_length: bool = field(
+        default=False,
+        metadata={"help": "Of line_by_line: pad to max_seq_length, not to the longest of a batch."},
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        if self.pad_to_max_length and not self.line_by_line:
+            raise ValueError(
+                "`pad_to_max_length` needs `line_by_line`: packed sequences are full (got False)."
+            )
         if not 0 < self.mlm_probability < 1:
             raise ValueError(f"`mlm_probability` must be between 0 and 1 (got {self.mlm_probability}).")
 
@@ -86,7 +104,10 @@ class MaskedSequences(Dataset):
         generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, index)) % 2**63)
         ids = self.ids[self.starts[index] :][: self.lengths[index]].clone()
         draw = torch.rand(len(ids), generator=generator)
-        predicted = (draw < self.probability) & ~torch.isin(ids, self.special_ids)
+        draw[torch.isin(ids, self.special_ids)] = 1
+        if (draw >= self.probability).all() and draw.min() < 1:
+            draw[draw.argmin()] = 0  # as BERT's: one at least, so that no short batch lacks labels
+        predicted = draw < self.probability
         labels = torch.where(predicted, ids, IGNORE_INDEX)
         others = torch.randint(len(self.tokenizer), ids.shape, generator=generator)
         ids[predicted & (draw < 0.8 * self.probability)] = self.tokenizer.mask_token_id
@@ -120,6 +141,14 @@ def pack(
     return np.insert(rows, 0, tokenizer.cls_token_id, axis=1).flatten(), np.full(len(rows), length)
 
 
+def separate(
+    lines: list[str], tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments
+) -> tuple[np.ndarray, np.ndarray]:
+    """A sequence for each line: `ids` and `lengths` for `MaskedSequences`."""
+    workers, length = data_args.preprocessing_num_workers, data_args.max_seq_length
+    return encode(lines, tokenizer, workers, truncation=True, max_length=length)
+
+
 def main(args: list[str] | None = None) -> dict[str, float]:
     model_args, data_args, gating_args, run_args = parse_arguments(
         args, ModelArguments, DataTrainingArguments, GatingArguments, AccelerateArguments
@@ -145,9 +174,19 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     kinds = {"train": RemaskedSequences, "validation": MaskedSequences}
     sets = {}
     for split, text in lines.items():
-        ids, lengths = pack([line for line in text if line.strip()], tokenizer, data_args)
+        text = [line.rstrip("\r\n") for line in text if line.strip()]
+        make_sequences = separate if data_args.line_by_line else pack
+        ids, lengths = make_sequences(text, tokenizer, data_args)
         sets[split] = kinds[split](
             ids, lengths, tokenizer, probability=data_args.mlm_probability, seed=run_args.seed
+        )
+    collate, has_lengths = default_data_collator, False
+    if data_args.line_by_line:
+        has_lengths = not data_args.pad_to_max_length
+        collate = DataCollatorForTokenClassification(  # pads labels, too
+            tokenizer,
+            padding="longest" if has_lengths else "max_length",
+            max_length=data_args.max_seq_length,
         )
 
     evaluate = perplexity_of(
@@ -155,6 +194,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         sets.get("validation"),
         run_args.per_device_eval_batch_size,
         shifts_labels=False,
+        collate=collate,
     )
     training = GatedTraining(
         accelerator,
@@ -162,8 +202,9 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         model,
         tokenizer,
         sets["train"],
-        default_data_collator,
+        collate,
         evaluate,
+        lengths=sets["train"].lengths if has_lengths else None,
     )
     return training.train()
 

@@ -7,7 +7,8 @@ import pytest
 import run_clm_no_trainer
 import run_mlm_no_trainer
 import torch
-from accelerate_runs import SCRIPTS, made_up_lines, run, weights
+from accelerate_runs import SCRIPTS, cut_unevenly, made_up_lines, run, weights
+from accelerate_training import GatedTraining
 from datasets import Dataset
 from text_blocks import TextBlocks, encode
 from transformers import AutoTokenizer
@@ -66,6 +67,68 @@ def test_sequences_are_packed_as_the_quickstarts():
     assert lengths.tolist() == [16] * len(expected)
 
 
+@pytest.fixture
+def caught(monkeypatch):
+    """The `GatedTraining` of a script, without its training."""
+    made = []
+    monkeypatch.setattr(GatedTraining, "train", lambda self: made.append(self))
+    return made
+
+
+def test_lines_are_sequences(arguments, tmp_path, caught):
+    values = arguments("mlm", line_by_line=True, max_seq_length=14)
+    lines = ["a gate\n", "\n", f"{'a gate ' * 20}\n", "  \n", "heads and heads\n"]
+    Path(values["train_file"]).write_text("".join(lines * 3))
+    run("mlm", values)
+    (training,) = caught
+    tokenizer, data = training.tokenizer, training.train_dataset
+    texts = [line.strip() for line in lines * 3 if line.strip()]
+    expected = tokenizer(texts, truncation=True, max_length=14)["input_ids"]
+    assert max(map(len, expected)) == 14 > min(map(len, expected))
+    for row, ids in zip(data, expected, strict=True):
+        predicted = row["labels"] != -100
+        assert predicted.any()
+        assert torch.where(predicted, row["labels"], row["input_ids"]).tolist() == ids
+    for batch in training.loader:
+        rows = [
+            row[mask.bool()]
+            for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        ]
+        assert max(map(len, rows)) == batch["input_ids"].shape[1]
+        assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+
+
+def test_lines_are_padded_to_one_length(arguments, caught):
+    run("mlm", arguments("mlm", line_by_line=True, pad_to_max_length=True, max_seq_length=40))
+    assert {batch["input_ids"].shape[1] for batch in caught[0].loader} == {40}
+    assert {batch["labels"].shape[1] for batch in caught[0].loader} == {40}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"line_by_line": None}, "`pad_to_max_length` needs `line_by_line`"),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            "group_by_length needs rows of several lengths",
+        ),
+    ],
+)
+def test_padding_that_cannot_work_is_an_error(changes, message, arguments):
+    values = arguments("mlm", line_by_line=True, pad_to_max_length=True)
+    with pytest.raises(ValueError, match=message):
+        run("mlm", values | changes)
+
+
+def test_lines_of_similar_length_come_together(arguments, caught):
+    for strategy in ("random", "group_by_length"):
+        values = arguments("mlm", line_by_line=True, train_sampling_strategy=strategy)
+        cut_unevenly(values["train_file"])
+        run("mlm", values)
+    padding = [sum((batch["attention_mask"] == 0).sum() for batch in each.loader) for each in caught]
+    assert padding[1] < padding[0]
+
+
 @pytest.mark.parametrize("workers", [None, 2])
 def test_workers_share_the_lines(workers):
     def tokenizer(lines, **options):
@@ -80,7 +143,7 @@ def test_workers_share_the_lines(workers):
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_scripts_tokenise_in_as_many_processes_as_asked(task, arguments, monkeypatch):
+def test_scripts_tokenise_in_as_many_processes_as_asked(task, arguments, caught, monkeypatch):
     map_rows, asked = Dataset.map, []
 
     def recorded(self, *args, num_proc, **kwargs):
@@ -88,7 +151,6 @@ def test_scripts_tokenise_in_as_many_processes_as_asked(task, arguments, monkeyp
         return map_rows(self, *args, **kwargs)
 
     monkeypatch.setattr(Dataset, "map", recorded)
-    monkeypatch.setattr(SCRIPTS[task].GatedTraining, "train", lambda self: None)
     run(task, arguments(task, preprocessing_num_workers=3))
     assert asked == [3, 3]
     with pytest.raises(ValueError, match=r"`preprocessing_num_workers` must be at least 1 \(got 0\)"):

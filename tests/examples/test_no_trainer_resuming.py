@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from accelerate_checkpoints import find_checkpoints
-from accelerate_runs import SCRIPTS, log, run, weights
+from accelerate_runs import SCRIPTS, cut_unevenly, log, run, weights
 from script_runs import command_line
 
 
@@ -70,18 +70,26 @@ def test_resumes_bit_for_bit_in_later_epochs(task, arguments, tmp_path):
                 assert torch.equal(tensor, expected[name]), (folder.name, name)
 
 
-def test_batches_of_similar_length_resume_bit_for_bit(arguments, tmp_path):
-    whole = arguments("translation", per_device_train_batch_size=8, gradient_accumulation_steps=1)
-    whole |= {"train_sampling_strategy": "group_by_length", "checkpointing_steps": 3}
-    whole |= {"max_train_steps": 6, "validation_source": None, "validation_target": None}
-    run("translation", whole)
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [
+        ("translation", {"validation_source": None, "validation_target": None}),
+        ("mlm", {"line_by_line": True, "validation_file": None, "validation_split_percentage": 0}),
+    ],
+)
+def test_batches_of_similar_length_resume_bit_for_bit(task, changes, arguments, tmp_path):
+    whole = arguments(task, **changes, max_train_steps=6, checkpointing_steps=3)
+    whole["train_sampling_strategy"] = "group_by_length"
+    if task == "mlm":
+        cut_unevenly(whole["train_file"])
+    run(task, whole)
     parts = whole | {"output_dir": tmp_path / "parts", "resume_from_checkpoint": "latest"}
     shutil.copytree(tmp_path / "out" / "step_3", tmp_path / "parts" / "step_3")
-    run("translation", parts)
+    run(task, parts)
     for name, tensor in weights(whole).items():
         assert torch.equal(weights(parts)[name], tensor), name
     random = whole | {"output_dir": tmp_path / "random", "train_sampling_strategy": "random"}
-    run("translation", random | {"max_train_steps": 1})
+    run(task, random | {"max_train_steps": 1})
     assert log(random)[0]["loss"] != log(whole)[0]["loss"]
 
 
