@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from gating_arguments import optional
+from text_training import check_counts
 from transformers import SchedulerType
 
 from hf_moa.training.arguments import GateTrainingArguments
@@ -82,16 +83,15 @@ class _RunArguments:
                 "`average_checkpoints` needs `checkpointing_steps` (got "
                 f"{self.average_checkpoints} and None)."
             )
-        for name in (
+        check_counts(
+            self,
             "gradient_accumulation_steps",
             "num_train_epochs",
             "max_train_steps",
             "logging_steps",
             "eval_steps",
             "checkpoints_total_limit",
-        ):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1 (got {getattr(self, name)}).")
+        )
         if self.train_sampling_strategy not in SAMPLING_STRATEGIES:
             raise ValueError(
                 f"`train_sampling_strategy` must be {' or '.join(SAMPLING_STRATEGIES)} (got "

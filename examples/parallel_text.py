@@ -12,7 +12,7 @@ from datasets import Dataset, load_dataset
 from gating_arguments import optional
 from sacrebleu.metrics import BLEU
 from text_files import is_table, read_lines, read_rows
-from text_training import IGNORE_INDEX, ModelArguments, check_workers, train_byte_level_bpe
+from text_training import IGNORE_INDEX, ModelArguments, check_counts, train_byte_level_bpe
 from tokenizers.processors import TemplateProcessing
 from transformers import EvalPrediction, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -44,11 +44,17 @@ class ParallelTextArguments:
         default=128, metadata={"help": "Longer sources are cut off at this number of tokens."}
     )
     max_target_length: int = field(
-        default=128,
-        metadata={
-            "help": "The same for targets. Also the default of --generation_max_length. BLEU is "
-            "computed from whole targets."
-        },
+        default=128, metadata={"help": "The same for targets. BLEU is computed from whole targets."}
+    )
+    val_max_target_length: int | None = optional(
+        "The same for targets to evaluate on, and for translations. Default: max_target_length."
+    )
+    pad_to_max_length: bool = field(
+        default=False,
+        metadata={"help": "Pad to these numbers of tokens, not to the longest of a batch."},
+    )
+    ignore_pad_token_for_loss: bool = field(
+        default=True, metadata={"help": "Padding is no label; otherwise it is to be predicted."}
     )
 
     def __post_init__(self):
@@ -59,7 +65,13 @@ class ParallelTextArguments:
                 f"Give either `dataset_name` or files, not both (got {self.dataset_name!r} and "
                 f"`{given[0]}`)."
             )
-        check_workers(self.preprocessing_num_workers)
+        check_counts(
+            self,
+            "preprocessing_num_workers",
+            "max_source_length",
+            "max_target_length",
+            "val_max_target_length",
+        )
         by_language = [] if self.dataset_name is None else ["dataset_name"]
         for split in ("train", "validation", "test"):
             if f"{split}_file" in given:
@@ -82,6 +94,15 @@ class ParallelTextArguments:
             raise ValueError(
                 f"Give either `{split}_file` or `{split}_source`, not both (got {path} and {source})."
             )
+
+    def target_length(self, split: str) -> int:
+        """Most tokens of a target."""
+        if split == "train" or self.val_max_target_length is None:
+            return self.max_target_length
+        return self.val_max_target_length
+
+    def label_pad_token_id(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        return IGNORE_INDEX if self.ignore_pad_token_for_loss else tokenizer.pad_token_id
 
     def has(self, split: str) -> bool:
         """Whether there may be pairs of a split."""
@@ -178,24 +199,28 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     data_args: ParallelTextArguments,
     max_samples: int | None,
+    split: str = "train",
 ) -> Dataset:
     """Pairs as a model takes them, with their texts; `num_tokens` counts the tokens of both sides, which
     both are padded where pairs are grouped by length."""
     dataset = Dataset.from_dict({side: texts[:max_samples] for side, texts in pairs.items()})
+    target_length, pad = data_args.target_length(split), data_args.label_pad_token_id(tokenizer)
 
     def tokenize_batch(examples):
         features = tokenizer(
             [data_args.source_prefix + text for text in examples["source"]],
             max_length=data_args.max_source_length,
             truncation=True,
+            padding="max_length" if data_args.pad_to_max_length else False,
         )
-        labels = tokenizer(
-            text_target=examples["target"], max_length=data_args.max_target_length, truncation=True
-        )
+        labels = tokenizer(text_target=examples["target"], max_length=target_length, truncation=True)
+        labels = labels["input_ids"]
+        if data_args.pad_to_max_length:
+            labels = [each + [pad] * (target_length - len(each)) for each in labels]
         # T5 takes no segment ids, which some tokenizers return.
         features.pop("token_type_ids", None)
-        lengths = map(add, map(len, features["input_ids"]), map(len, labels["input_ids"]))
-        return {**features, "labels": labels["input_ids"], "num_tokens": list(lengths)}
+        lengths = map(add, map(len, features["input_ids"]), map(len, labels))
+        return {**features, "labels": labels, "num_tokens": list(lengths)}
 
     return dataset.map(
         tokenize_batch,
@@ -243,8 +268,9 @@ class BleuMetric:
                 known = self.references.setdefault(self._key(np.array(labels)), target)
                 if known != target:
                     raise ValueError(
-                        "`max_target_length` must tell the targets apart: cut off, two are the same "
-                        f"({known!r} and {target!r}). Give a larger one."
+                        "`val_max_target_length`, or else `max_target_length`, must tell the targets "
+                        f"apart: cut off, two are the same ({known!r} and {target!r}). Give a larger "
+                        "one."
                     )
 
     def _key(self, labels: np.ndarray) -> bytes:

@@ -131,14 +131,14 @@ def main(args: list[str] | None = None) -> None:
     check_budgets(gating_args, model)
     with training_args.main_process_first(desc="tokenizing"):
         sets = {
-            split: tokenize(pairs[split], tokenizer, data_args, most)
+            split: tokenize(pairs[split], tokenizer, data_args, most, split)
             for split, most in max_samples.items()
         }
 
     if data_args.num_beams is not None:
         training_args.generation_num_beams = data_args.num_beams
     if training_args.generation_max_length is None:
-        training_args.generation_max_length = data_args.max_target_length
+        training_args.generation_max_length = data_args.target_length("validation")
     bleu = BleuMetric(tokenizer, [sets[split] for split in ("validation", "test") if split in sets])
     on_tensor_cores = (training_args.fp16 or training_args.bf16) and not training_args.use_cpu
     trainer = MoaSeq2SeqTrainer(
@@ -150,7 +150,10 @@ def main(args: list[str] | None = None) -> None:
         processing_class=tokenizer,
         # Tensor cores want lengths that are multiples of 8.
         data_collator=DataCollatorForSeq2Seq(
-            tokenizer, model=model, pad_to_multiple_of=8 if on_tensor_cores else None
+            tokenizer,
+            model=model,
+            label_pad_token_id=data_args.label_pad_token_id(tokenizer),
+            pad_to_multiple_of=8 if on_tensor_cores else None,
         ),
     )
     if training_args.do_train:

@@ -42,7 +42,14 @@ from parallel_text import (
     tokenize,
     train_tokenizer,
 )
-from text_training import IGNORE_INDEX, ModelArguments, load_model, load_tokenizer, parse_arguments
+from text_training import (
+    IGNORE_INDEX,
+    ModelArguments,
+    check_counts,
+    load_model,
+    load_tokenizer,
+    parse_arguments,
+)
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, EvalPrediction
 
@@ -55,7 +62,14 @@ class DataTrainingArguments(ParallelTextArguments):
 
     max_train_samples: int | None = optional("Train on the first so many pairs only.")
     max_eval_samples: int | None = optional("Evaluate on the first so many pairs only.")
+    predict_with_generate: bool = field(
+        default=True, metadata={"help": "Translate in evaluation, for BLEU; otherwise the loss alone."}
+    )
     num_beams: int = field(default=5, metadata={"help": "Beams of the search in evaluation."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_counts(self, "max_train_samples", "max_eval_samples", "num_beams")
 
 
 def main(args: list[str] | None = None) -> dict[str, float]:
@@ -75,14 +89,19 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     most = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     with accelerator.main_process_first():
         sets = {
-            split: tokenize(text, tokenizer, data_args, most[split]) for split, text in pairs.items()
+            split: tokenize(text, tokenizer, data_args, most[split], split)
+            for split, text in pairs.items()
         }
-    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    collate = DataCollatorForSeq2Seq(
+        tokenizer, model=model, label_pad_token_id=data_args.label_pad_token_id(tokenizer)
+    )
     columns = ("input_ids", "attention_mask", "labels")
 
     evaluate = None
     if "validation" in sets:
-        metric = BleuMetric(tokenizer, [sets["validation"]])
+        metric = None
+        if data_args.predict_with_generate:
+            metric = BleuMetric(tokenizer, [sets["validation"]])
         loader = accelerator.prepare_data_loader(
             DataLoader(
                 sets["validation"].select_columns(columns),
@@ -93,6 +112,8 @@ def main(args: list[str] | None = None) -> dict[str, float]:
 
         def evaluate(model) -> dict[str, float]:
             loss, tokens = mean_over_labels(accelerator, model, loader, shifts_labels=False)
+            if metric is None:
+                return {"eval_loss": loss, "eval_tokens": tokens}
             translations, references = [], []
             for batch in loader:
                 with torch.no_grad():
@@ -100,7 +121,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
                         batch["input_ids"],
                         attention_mask=batch["attention_mask"],
                         num_beams=data_args.num_beams,
-                        max_length=data_args.max_target_length,
+                        max_length=data_args.target_length("validation"),
                     )
                 ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
                 labels = accelerator.pad_across_processes(batch["labels"], dim=1, pad_index=IGNORE_INDEX)
@@ -118,7 +139,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         sets["train"].select_columns(columns),
         collate,
         evaluate,
-        lengths=list(sets["train"]["num_tokens"]),
+        lengths=None if data_args.pad_to_max_length else list(sets["train"]["num_tokens"]),
     )
     return training.train()
 

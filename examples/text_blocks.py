@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from gating_arguments import optional
 from text_files import is_table, read_lines, read_rows, text_column
-from text_training import IGNORE_INDEX, ModelArguments, check_workers, train_byte_level_bpe
+from text_training import IGNORE_INDEX, ModelArguments, check_counts, train_byte_level_bpe
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -66,7 +66,7 @@ class SplitTextArguments(TextFileArguments):
                 "`validation_split_percentage` must be at least 0 and less than 100 (got "
                 f"{self.validation_split_percentage})."
             )
-        check_workers(self.preprocessing_num_workers)
+        check_counts(self, "preprocessing_num_workers")
 
 
 class TextBlocks(Dataset):

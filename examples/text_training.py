@@ -100,11 +100,12 @@ def parse_arguments(args: list[str] | None, *classes: type):
     return parser.parse_args_into_dataclasses(args)
 
 
-def check_workers(preprocessing_num_workers: int | None) -> None:
-    if preprocessing_num_workers is not None and preprocessing_num_workers < 1:
-        raise ValueError(
-            f"`preprocessing_num_workers` must be at least 1 (got {preprocessing_num_workers})."
-        )
+def check_counts(arguments: Any, *names: str) -> None:
+    """Raise a ValueError where one of these flags is given and less than 1."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1 (got {value}).")
 
 
 def set_up_logging(training_args: TrainingArguments, *loggers: logging.Logger) -> None:

@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from accelerate_runs import forget_accelerator, make_arguments
+from accelerate_training import GatedTraining
 
 
 @pytest.fixture
@@ -22,3 +23,11 @@ def fresh_accelerator():
 def arguments(fresh_accelerator, tmp_path):
     """Makes the flags of an Accelerate script."""
     return partial(make_arguments, tmp_path)
+
+
+@pytest.fixture
+def caught(monkeypatch):
+    """The `GatedTraining` of a script, without its training."""
+    made = []
+    monkeypatch.setattr(GatedTraining, "train", lambda self: made.append(self))
+    return made

@@ -1,4 +1,4 @@
-"""What the Accelerate scripts make of texts, pairs and data sets."""
+"""What the Accelerate scripts make of texts."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,7 @@ import pytest
 import run_clm_no_trainer
 import run_mlm_no_trainer
 import torch
-from accelerate_runs import SCRIPTS, cut_unevenly, made_up_lines, run, weights
-from accelerate_training import GatedTraining
+from accelerate_runs import SCRIPTS, cut_unevenly, made_up_lines, run
 from datasets import Dataset
 from text_blocks import TextBlocks, encode
 from transformers import AutoTokenizer
@@ -65,14 +64,6 @@ def test_sequences_are_packed_as_the_quickstarts():
     expected = pack(tokenizer, lines, 16)
     assert ids.reshape(-1, 16).tolist() == [row["input_ids"] for row in expected]
     assert lengths.tolist() == [16] * len(expected)
-
-
-@pytest.fixture
-def caught(monkeypatch):
-    """The `GatedTraining` of a script, without its training."""
-    made = []
-    monkeypatch.setattr(GatedTraining, "train", lambda self: made.append(self))
-    return made
 
 
 def test_lines_are_sequences(arguments, tmp_path, caught):
@@ -155,41 +146,3 @@ def test_scripts_tokenise_in_as_many_processes_as_asked(task, arguments, caught,
     assert asked == [3, 3]
     with pytest.raises(ValueError, match=r"`preprocessing_num_workers` must be at least 1 \(got 0\)"):
         run(task, arguments(task, preprocessing_num_workers=0))
-
-
-@pytest.fixture
-def translation_dataset(arguments, tmp_path):
-    """Arguments of a run on files, and of the same pairs as a data set of the Hub has them."""
-    values = arguments("translation")
-    (tmp_path / "data").mkdir()
-    files = {"train": "train", "validation": "valid"}
-    for split, name in files.items():
-        sides = [(tmp_path / f"{name}.{side}").read_text().splitlines() for side in ("en", "de")]
-        rows = [{"en": en, "de": de} for en, de in zip(*sides, strict=True)]
-        Dataset.from_dict({"translation": rows}).to_parquet(tmp_path / "data" / f"{split}.parquet")
-    changes = {f"{split}_{side}": None for split in files for side in ("source", "target")}
-    changes |= {"dataset_name": tmp_path / "data", "cache_dir": tmp_path / "cache"}
-    return values, changes | {"source_lang": "en", "target_lang": "de"}
-
-
-def test_translation_of_a_data_set_is_that_of_its_files(translation_dataset, tmp_path):
-    values, changes = translation_dataset
-    run("translation", values)
-    expected = weights(values)
-    values |= changes | {"output_dir": tmp_path / "again"}
-    run("translation", values)
-    assert all(torch.equal(weights(values)[name], tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"source_lang": None}, r"needs `source_lang` and `target_lang` \(got None and 'de'\)"),
-        ({"target_lang": "fr"}, r"`target_lang` must be a language .*'fr'; there are (en, de|de, en)"),
-        ({"train_source": "train.en"}, "either `dataset_name` or files"),
-    ],
-)
-def test_data_sets_that_cannot_be_translated_are_refused(translation_dataset, change, message):
-    values, changes = translation_dataset
-    with pytest.raises(ValueError, match=message):
-        run("translation", values | changes | change)
