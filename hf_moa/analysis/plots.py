@@ -117,6 +117,38 @@ def plot_preferences(table: pd.DataFrame, *, rows: str, most_layers: int = 6) ->
     return figure
 
 
+def plot_budget_metrics(table: pd.DataFrame) -> Figure:
+    """`budget_metrics`: each metric by budget."""
+    metrics = [name for name in table.columns if name != "budget"]
+    figure, axes = _panels(metrics, width=3.4, height=2.6)
+    table = table[::-1]  # so that compute grows rightwards, of pairs too, which are names
+    for metric, axis in zip(metrics, axes, strict=True):
+        axis.plot(table["budget"], table[metric], **_LINES[0])
+        axis.set(title=metric, xlabel="budget")
+        axis.set_xticks(table["budget"].tolist(), table["budget"].map(_name))
+        axis.ticklabel_format(axis="y", useOffset=False)
+        axis.grid(alpha=0.3)
+    return figure
+
+
+def plot_selection(table: pd.DataFrame) -> Figure:
+    """`expert_selection`: each metric with all experts and with one per layer, and the standard
+    deviation over the draws of random ones."""
+    metrics = [name for name in table.columns if name != "experts" and not name.endswith(" std")]
+    figure, axes = _panels(metrics, width=3.4, height=1.9, share_y=True)
+    for metric, axis in zip(metrics, axes, strict=True):
+        # points and not bars, which would have to start at zero
+        std = table[f"{metric} std"].astype(float) if f"{metric} std" in table else None
+        style = {"color": _LINES[0]["color"], "fmt": "o", "capsize": 4}
+        axis.errorbar(table[metric], table["experts"], xerr=std, **style)
+        axis.set(title=metric)
+        axis.ticklabel_format(axis="x", useOffset=False)
+        axis.margins(y=0.25)
+        axis.grid(alpha=0.3)
+    axes[0].invert_yaxis()  # the first row on top
+    return figure
+
+
 def plot_distribution(table: pd.DataFrame) -> Figure:
     """`cct_distribution`: tokens by their share of the full compute (Bapna et al. 2020, fig. 9)."""
     table = table.assign(middle=(table["from"] + table["to"]) / 2)

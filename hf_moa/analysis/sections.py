@@ -38,6 +38,11 @@ class Section:
     shorten: Callable[[pd.DataFrame], pd.DataFrame] | None = None
 
 
+def _whole(table: pd.DataFrame) -> pd.DataFrame:
+    """All of a short table, beside its figure."""
+    return table
+
+
 def _entropies(table: pd.DataFrame) -> pd.DataFrame:
     """With a mean over all layers."""
     mean = {"part": "all", "layer": "mean"}
@@ -63,6 +68,8 @@ SECTIONS = (
         "budget_metrics",
         "Quality at each budget",
         "The model's metrics on the data's labels, at each compute budget.",
+        plots.plot_budget_metrics,
+        _whole,
     ),
     Section(
         "cct_compute",
@@ -76,6 +83,8 @@ SECTIONS = (
         "Metrics with MAE's mixture of all experts; with the one that has the largest gate in each "
         "layer; with one at random (Peng et al. 2020, table 5). The more the gates have specialised "
         "the experts, the less “argmax” loses, and the more “random” does.",
+        plots.plot_selection,
+        _whole,
     ),
     Section(
         "mae_entropy",

@@ -43,6 +43,17 @@ def test_html_has_everything_in_it(tmp_path, variant):
         assert len(list(svg.iter())) > 30
 
 
+def test_metrics_stand_in_numbers_too(tmp_path):
+    tables = {
+        "budget_metrics": pd.DataFrame({"budget": [1.0, 0.5], "loss": [1.25, 1.5]}),
+        "expert_selection": pd.DataFrame({"experts": ["mixture", "argmax"], "loss": [1.125, 1.75]}),
+    }
+    write_report(Analysis(tables, {"model": "m"}), tmp_path / "r.md")
+    text = (tmp_path / "r.md").read_text(encoding="utf-8")
+    assert all(number in text for number in ("| 0.500 | 1.500 |", "| argmax | 1.750 |"))
+    assert {path.stem for path in (tmp_path / "r_figures").iterdir()} == tables.keys()
+
+
 def test_every_table_has_its_section():
     tables = set()
     for name in ("BertForMaskedLM", "T5ForConditionalGeneration"):
