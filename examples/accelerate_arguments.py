@@ -69,7 +69,10 @@ class _RunArguments:
     with_tracking: bool = field(default=False, metadata={"help": "Log to experiment trackers."})
     report_to: str = field(default="all", metadata={"help": "The tracker, or all that are installed."})
     push_to_hub: bool = field(default=False, metadata={"help": "Upload the final model."})
-    hub_model_id: str | None = optional("Its name on the Hub.")
+    hub_model_id: str | None = optional("Its name on the Hub. Default: that of output_dir.")
+    hub_private_repo: bool | None = optional(
+        "Whether a new repository there is private. Default: what the account's are."
+    )
     hub_token: str | None = optional("Access token for it.")
 
     def __post_init__(self):
@@ -97,8 +100,6 @@ class _RunArguments:
                 f"`train_sampling_strategy` must be {' or '.join(SAMPLING_STRATEGIES)} (got "
                 f"{self.train_sampling_strategy!r})."
             )
-        if self.push_to_hub and self.hub_model_id is None:
-            raise ValueError("`push_to_hub` needs `hub_model_id`, the model's name (got None).")
 
 
 @dataclass

@@ -488,8 +488,9 @@ class GatedTraining:
             results = {**metrics, **asdict(self.progress)}
             (self.output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n")
             if self.args.push_to_hub:
-                self.gated.push_to_hub(self.args.hub_model_id, token=self.args.hub_token)
-                self.tokenizer.push_to_hub(self.args.hub_model_id, token=self.args.hub_token)
+                name = self.args.hub_model_id or self.output_dir.absolute().name
+                for each in (self.gated, self.tokenizer):
+                    each.push_to_hub(name, token=self.args.hub_token, private=self.args.hub_private_repo)
         self.accelerator.wait_for_everyone()
 
 

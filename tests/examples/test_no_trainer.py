@@ -12,7 +12,12 @@ from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, log, run, weights
 from launching import launch
 from safetensors.torch import load_file
 from script_runs import command_line
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
@@ -136,6 +141,29 @@ def test_tracker_receives_logs_and_metrics_but_no_secret(arguments, monkeypatch)
     assert Recorder.finished == [True]
 
 
+@pytest.mark.parametrize(
+    ("changes", "pushed"),
+    [
+        ({}, ("out", {"token": None, "private": None})),
+        (
+            {"hub_model_id": "me/model", "hub_token": "t", "hub_private_repo": True},
+            ("me/model", {"token": "t", "private": True}),
+        ),
+    ],
+)
+def test_model_and_tokenizer_are_pushed(changes, pushed, arguments, caught, monkeypatch):
+    calls = []
+    for kind in (PreTrainedModel, PreTrainedTokenizerBase):
+        monkeypatch.setattr(
+            kind, "push_to_hub", lambda self, name, **options: calls.append((name, options))
+        )
+    values = arguments("clm", push_to_hub=True, **changes)
+    values["output_dir"].mkdir()
+    run("clm", values)
+    caught[0]._write_results({})
+    assert calls == [pushed] * 2
+
+
 def test_checkpoints_are_averaged(arguments):
     values = arguments("translation", attention_type="mae", checkpointing_steps=1)
     values |= {"average_checkpoints": 3, "checkpoints_total_limit": 1}
@@ -178,7 +206,6 @@ def test_starts_from_a_checkpoint(arguments, tmp_path):
         ),
         ({"eval_steps": 0}, "`eval_steps` must be at least 1"),
         ({"max_train_steps": 0}, "`max_train_steps` must be at least 1"),
-        ({"push_to_hub": True}, "`push_to_hub` needs `hub_model_id`"),
         ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT"),
         ({"mae_training": "bcd"}, "mae_training='bcd' needs a model with MAE"),
         ({"attention_type": "mha", "cct_budgets": [1, 0.5]}, "cct_noise_steps must be given"),
