@@ -28,6 +28,7 @@ _LINES = (
     {"color": "#56B4E9", "linestyle": (0, (1, 3)), "marker": "P"},
 )
 _MOST_NUMBERS = 24  # columns of a heat map whose cells still have room for a number
+_LIFTS = (0.25, 0.5, 1, 2, 4)  # named on the scale of pairs, which they span
 
 
 def plot_entropies(table: pd.DataFrame) -> Figure:
@@ -72,47 +73,54 @@ def plot_shares(table: pd.DataFrame, *, column: str, experts: str = "expert") ->
 
 
 def plot_pairs(table: pd.DataFrame, *, most_layers: int = 6) -> Figure:
-    """`experts_together`: how much more often two experts serve the same token than by chance, in the
-    first part, at most `most_layers` layers spread evenly."""
-    part = table["part"].iloc[0]
-    table = table[table["part"] == part]
-    layers = _spread(sorted(table["layer"].unique()), most_layers)
-    figure, axes = _panels([f"{part}, layer {layer}" for layer in layers], width=2.9, height=2.6)
-    highest = np.nanmax(table["lift"].to_numpy())
+    """`experts_together`: how much more often two experts serve the same token than by chance, in at
+    most `most_layers` layers of each part, spread evenly.
+
+    Lift is a ratio to chance, so all panels have one logarithmic scale with chance in its middle. It
+    ends at four times and a quarter: a pair of rare experts can have a lift of 30, and what is usual
+    would look all the same beside it.
+    """
+    from matplotlib.colors import LogNorm
+
+    panels = _layers_of_parts(table, most_layers)
+    figure, axes = _panels(panels, width=2.9, height=2.6, most_columns=_columns(panels, 3))
     size = table["other"].max() + 1
-    for layer, axis in zip(layers, axes, strict=True):
+    for (title, rows), axis in zip(panels.items(), axes, strict=True):
         lift = np.full((size, size), np.nan)
-        for row in table[table["layer"] == layer].itertuples():
+        for row in rows.itertuples():
             lift[row.expert, row.other] = lift[row.other, row.expert] = row.lift
-        grid = pd.DataFrame(lift)
-        image = _heat_map(axis, grid, highest=highest, columns=grid.columns, numbers=False)
-        axis.set(title=f"{part}, layer {layer}", xlabel="expert", ylabel="expert")
-        _few_ticks(axis, size)
-    figure.colorbar(image, ax=axes, label="lift (1: chance)")
+        grid = pd.DataFrame(lift.clip(_LIFTS[0], _LIFTS[-1]))
+        norm = LogNorm(_LIFTS[0], _LIFTS[-1])
+        image = _heat_map(axis, grid, norm=norm, columns=grid.columns, numbers=False)
+        axis.set(title=title, xlabel="expert", ylabel="expert")
+        axis.set_xticks(_few(size))
+        axis.set_yticks(_few(size))
+    bar = figure.colorbar(image, ax=axes, label="lift (1: chance)")
+    names = [f"{lift:g}" for lift in _LIFTS]
+    bar.set_ticks(_LIFTS, labels=[f"≤ {names[0]}", *names[1:-1], f"≥ {names[-1]}"])
+    bar.minorticks_off()
     return figure
 
 
 def plot_preferences(table: pd.DataFrame, *, rows: str, most_layers: int = 6) -> Figure:
     """`expert_kind_preferences` (`rows="kind"`) or `expert_token_preferences` (`"token"`): shares of the
-    assignments by expert, in the first part, at most `most_layers` layers spread evenly."""
-    part = table["part"].iloc[0]
-    table = table[table["part"] == part]
-    layers = _spread(sorted(table["layer"].unique()), most_layers)
+    assignments by expert, in at most `most_layers` layers of each part, spread evenly."""
+    panels = _layers_of_parts(table, most_layers)
     size = table["expert"].nunique()
-    names = table[rows].drop_duplicates().tolist()
+    width = max(3.2, 0.3 * size + 1.2)
     figure, axes = _panels(
-        layers,
-        width=max(3.2, 0.3 * size + 1.2),
-        height=0.9 + 0.3 * len(names),
-        most_columns=max(1, int(13 // max(3.2, 0.3 * size + 1.2))),
+        panels,
+        width=width,
+        height=0.9 + 0.3 * max(own[rows].nunique() for own in panels.values()),
+        most_columns=_columns(panels, max(1, int(13 // width))),
     )
-    highest = table["share"].max()
-    for layer, axis in zip(layers, axes, strict=True):
-        chosen = table[table["layer"] == layer]
-        grid = chosen.pivot(index=rows, columns="expert", values="share").reindex(names)
+    highest = table["share"].max()  # the same at best: a token goes to k experts
+    for (title, own), axis in zip(panels.items(), axes, strict=True):
+        names = own[rows].drop_duplicates()
+        grid = own.pivot(index=rows, columns="expert", values="share").reindex(names)
         image = _heat_map(axis, grid, highest=highest, columns=grid.columns, numbers=size <= 12)
-        axis.set(title=f"{part}, layer {layer}", xlabel="expert")
-        _few_ticks(axis, size)
+        axis.set(title=title, xlabel="expert")
+        axis.set_xticks(_few(size), _few(size))
     figure.colorbar(image, ax=axes, label="share", format=_percent())
     return figure
 
@@ -246,17 +254,20 @@ def _heat_map(
     axis: Axes,
     grid: pd.DataFrame,
     *,
-    highest: float,
     columns: Sequence[Any],
+    highest: float = 1.0,
+    norm: Any = None,
     numbers: bool = True,
     rotation: float = 0,
 ) -> Any:
-    """Draw `grid`, with percentages in the cells where they fit."""
+    """Draw `grid`, with percentages in the cells where they fit; colours from 0 to `highest`, or by
+    another `norm`."""
+    from matplotlib.colors import Normalize
+
     image = axis.imshow(
         grid.to_numpy(),
         cmap=_COLOUR_MAP,
-        vmin=0,
-        vmax=max(highest, 1e-9),
+        norm=norm or Normalize(0, max(highest, 1e-9)),
         aspect="auto",
         interpolation="nearest",
     )
@@ -273,12 +284,25 @@ def _heat_map(
     return image
 
 
-def _few_ticks(axis: Axes, size: int) -> None:
-    """Not every expert's number where they are many."""
-    ticks = range(0, size, -(-size // 8))
-    axis.set_xticks(ticks, ticks)
-    if len(axis.get_yticks()) == size:
-        axis.set_yticks(ticks, ticks)
+def _few(size: int) -> list[int]:
+    """Numbers of some experts, where there are many."""
+    return list(range(0, size, -(-size // 8)))
+
+
+def _layers_of_parts(table: pd.DataFrame, most: int) -> dict[str, pd.DataFrame]:
+    """A panel's title -> its rows: some layers of each part, spread evenly."""
+    panels = {}
+    for part, rows in table.groupby("part", sort=False):
+        for layer in _spread(sorted(rows["layer"].unique()), most):
+            panels[f"{part}, layer {layer}"] = rows[rows["layer"] == layer]
+    return panels
+
+
+def _columns(panels: dict[str, pd.DataFrame], most: int) -> int:
+    """At most so many, and as even rows of each part as they allow."""
+    parts = [title.rpartition(", layer ")[0] for title in panels]
+    layers = parts.count(parts[0])
+    return -(-layers // -(-layers // most))
 
 
 def _spread(values: list[int], most: int) -> list[int]:
@@ -299,4 +323,4 @@ def _styles() -> Iterator[dict[str, Any]]:
 def _percent() -> Any:
     from matplotlib.ticker import PercentFormatter
 
-    return PercentFormatter(xmax=1, decimals=0)
+    return PercentFormatter(xmax=1)

@@ -127,8 +127,8 @@ SECTIONS = (
         "experts_together",
         "Experts chosen together",
         "How much more often two experts serve the same token than if k experts were chosen by chance, "
-        "each as often as it is (lift; 1 is chance), and the closest pairs. The figure shows the first "
-        "kind of attention layers.",
+        "each as often as it is (lift; 1 is chance), and the closest pairs. White: an expert with "
+        "itself, or that serves no token.",
         plots.plot_pairs,
         _closest_pairs,
     ),
