@@ -196,7 +196,10 @@ def load_model(
         token_fields: config fields that follow from the tokenizer, for a model from scratch.
     """
     if model_args.model_name_or_path is None:
-        model = auto_class.from_config(_new_config(model_args, gating_args, token_fields))
+        model = auto_class.from_config(
+            _new_config(model_args, gating_args, token_fields),
+            trust_remote_code=model_args.trust_remote_code,
+        )
         logger.info(f"A new {type(model).__name__} with {model.num_parameters():,} parameters.")
         return model
     config = {} if model_args.config_name is None else {"config": _named_config(model_args)}
