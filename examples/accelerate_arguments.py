@@ -1,4 +1,19 @@
-"""The flags of the `run_*_no_trainer.py` scripts, and the processes that they start."""
+"""The flags of the `run_*_no_trainer.py` scripts, and the processes that they start.
+
+Names and meanings are those of transformers' scripts of the same names. Of their flags, these are left
+out:
+
+| flag | why |
+|---|---|
+| `use_slow_tokenizer` | transformers 5 has one tokenizer for a model and ignores the choice |
+| `low_cpu_mem_usage` | transformers 5 always loads a checkpoint so and ignores the choice |
+| `overwrite_cache` | nothing is kept to overwrite: every start reads and tokenises its text |
+| `max_length` | there `run_translation_no_trainer.py` takes it and does nothing with it |
+
+Other defaults than there: `output_dir` is needed and `seed` is 42, for a run to go on from a checkpoint;
+`max_seq_length` and `max_source_length` are 128 and `num_beams` is 5. `source_lang` and `target_lang` are
+as in the data.
+"""
 
 from __future__ import annotations
 

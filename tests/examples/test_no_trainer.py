@@ -1,17 +1,23 @@
 """The Accelerate scripts end to end: tiny models on made-up text, a few updates on the CPU."""
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
+import accelerate_arguments
 import pytest
 import torch
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
+from accelerate_arguments import AccelerateArguments
 from accelerate_checkpoints import find_checkpoints
 from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, log, run, weights
+from gating_arguments import GatingArguments
 from launching import launch
 from safetensors.torch import load_file
 from script_runs import command_line
+from text_training import ModelArguments
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -139,6 +145,34 @@ def test_tracker_receives_logs_and_metrics_but_no_secret(arguments, monkeypatch)
     assert [step for step, _ in evaluated] == [2, 4, 4]  # and in the end
     assert evaluated[-1][1] == metrics
     assert Recorder.finished == [True]
+
+
+# Of transformers' scripts of the same names.
+FLAGS = {
+    "all": "dataset_name dataset_config_name train_file validation_file model_name_or_path config_name "
+    "tokenizer_name use_slow_tokenizer per_device_train_batch_size per_device_eval_batch_size "
+    "learning_rate weight_decay num_train_epochs max_train_steps gradient_accumulation_steps "
+    "lr_scheduler_type num_warmup_steps output_dir seed model_type preprocessing_num_workers "
+    "overwrite_cache push_to_hub hub_model_id hub_token trust_remote_code checkpointing_steps "
+    "resume_from_checkpoint with_tracking report_to",
+    "clm": "validation_split_percentage block_size no_keep_linebreaks low_cpu_mem_usage",
+    "mlm": "validation_split_percentage max_seq_length line_by_line pad_to_max_length mlm_probability "
+    "low_cpu_mem_usage",
+    "translation": "predict_with_generate num_beams max_source_length max_target_length "
+    "val_max_target_length pad_to_max_length ignore_pad_token_for_loss source_lang target_lang "
+    "source_prefix max_length",
+}
+
+
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_flags_of_transformers_are_there_or_left_out_for_a_reason(task):
+    kinds = (ModelArguments, SCRIPTS[task].DataTrainingArguments, GatingArguments, AccelerateArguments)
+    ours = {field.name for kind in kinds for field in fields(kind)}
+    reasons = set(re.findall(r"^\| `(\w+)` \|", accelerate_arguments.__doc__, re.MULTILINE))
+    theirs = {*FLAGS["all"].split(), *FLAGS[task].split()}
+    assert theirs <= ours | reasons
+    assert not ours & reasons
+    assert reasons <= {flag for flags in FLAGS.values() for flag in flags.split()}
 
 
 @pytest.mark.parametrize(
