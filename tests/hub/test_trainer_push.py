@@ -22,11 +22,17 @@ STRATEGIES = {  # the messages of the commits, and the folders of checkpoints
         {"checkpoint-1", "checkpoint-2"},
     ),
 }
+# "checkpoint" pushes all that these do, but for the names of its folders.
+_SLOW = {"every_save", "all_checkpoints"}
+of_each_strategy = pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in STRATEGIES],
+)
 BERT = SUBJECTS["bert"]
 PULL = {"auto": BERT.case.auto_name, "inputs": BERT.inputs()}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@of_each_strategy
 def test_strategy_pushes_its_revisions(strategy, trained, hub, reader):
     repository, run = trained(strategy)
     messages, folders = STRATEGIES[strategy]
@@ -46,7 +52,7 @@ def test_strategy_pushes_its_revisions(strategy, trained, hub, reader):
         assert first["logits"] == run["first"]["logits"] != run["last"]["logits"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@of_each_strategy
 def test_weights_are_safetensors_and_pickles_are_the_trainers_own(strategy, trained, hub):
     repository, _ = trained(strategy)
     folders = STRATEGIES[strategy][1]
@@ -67,7 +73,7 @@ def is_pickle(content):
     return content.startswith((b"PK\x03\x04", b"\x80"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@of_each_strategy
 def test_every_revision_has_the_code_it_names(strategy, trained, hub, stranger):
     """So that it loads where the package is not installed, also while the training goes on."""
     repository, run = trained(strategy)
@@ -92,7 +98,10 @@ def code_of(commit):
 
 @pytest.mark.parametrize(
     ("strategy", "checkpoint"),
-    [("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-1")],
+    [
+        ("checkpoint", "last-checkpoint"),
+        pytest.param("all_checkpoints", "checkpoint-1", marks=pytest.mark.slow),
+    ],
 )
 def test_run_goes_on_elsewhere_bit_for_bit(strategy, checkpoint, trained, reader, tmp_path):
     """From the hub's checkpoint, in a process that has nothing else of the run."""
