@@ -12,7 +12,7 @@ from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 from accelerate_arguments import AccelerateArguments
 from accelerate_checkpoints import find_checkpoints
-from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, log, run, weights
+from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, cut_unevenly, log, run, weights
 from gating_arguments import GatingArguments
 from launching import launch
 from safetensors.torch import load_file
@@ -78,9 +78,16 @@ def test_accumulation_changes_no_gradient(arguments, monkeypatch, tmp_path):
         torch.testing.assert_close(updated[1][name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
+GROUPED_LINES = {"line_by_line": True, "train_sampling_strategy": "group_by_length"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("task", SCRIPTS)
-def test_two_processes_train_as_one(task, arguments, tmp_path):
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [*((task, {}) for task in SCRIPTS), ("mlm", GROUPED_LINES)],
+    ids=[*SCRIPTS, "mlm of grouped lines"],
+)
+def test_two_processes_train_as_one(task, changes, arguments, tmp_path):
     """2 x 4 rows as 1 x 8, evaluation included; nothing is drawn but the order of the data."""
     shared = {
         "attention_type": "mae",
@@ -90,15 +97,17 @@ def test_two_processes_train_as_one(task, arguments, tmp_path):
         "learning_rate": 1e-3,
         "checkpointing_steps": 4,
     }
-    one = arguments(task, **shared, per_device_train_batch_size=8)
+    one = arguments(task, **shared, **changes, per_device_train_batch_size=8)
+    two = arguments(task, **shared, **changes, output_dir=tmp_path / "two")
+    if changes:
+        cut_unevenly(one["train_file"])
     run(task, one)
-    two = arguments(task, **shared, output_dir=tmp_path / "two")
     launch(SCRIPTS[task].__file__, *command_line(two))
     expected, actual = weights(one), weights(two)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
     for key, value in json.loads((tmp_path / "out" / "all_results.json").read_text()).items():
-        if key == "rows_per_update":
+        if key in ("rows_per_update", "train_sampling_strategy"):
             continue
         other = json.loads((tmp_path / "two" / "all_results.json").read_text())[key]
         assert other == pytest.approx(value, rel=1e-3, abs=0.5 if key == "bleu" else 0), key
