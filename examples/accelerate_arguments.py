@@ -11,8 +11,8 @@ out:
 | `max_length` | there `run_translation_no_trainer.py` takes it and does nothing with it |
 
 Other defaults than there: `output_dir` is needed and `seed` is 42, for a run to go on from a checkpoint;
-`max_seq_length` and `max_source_length` are 128 and `num_beams` is 5. `source_lang` and `target_lang` are
-as in the data.
+`max_seq_length` and `max_source_length` are 128 and `num_beams` is 5. `source_lang` and `target_lang`
+are as in the data.
 """
 
 from __future__ import annotations

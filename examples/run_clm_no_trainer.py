@@ -1,9 +1,9 @@
 """Pretrains a causal language model with Accelerate, on one process or many: a gated GPT-2 (MAE by block
 coordinate descent, MoA, sparse experts, CCT) from scratch or from a checkpoint, or the plain one.
 
-The flags are those of transformers' own `run_clm_no_trainer.py` where it has them, plus
-`GatingArguments` and the gates' part of `MoaTrainingArguments`. From scratch on text files, with a
-tokenizer trained on the way:
+The flags are those of transformers' own `run_clm_no_trainer.py` (`accelerate_arguments.py` names the few
+that are left out), plus `GatingArguments` and the gates' part of `MoaTrainingArguments`. From scratch
+on text files, with a tokenizer trained on the way:
 
     accelerate launch examples/run_clm_no_trainer.py --model_type moa_gpt2 --attention_type mae \
         --config_overrides n_layer=4,n_embd=256,n_head=8,n_positions=256 \

@@ -1,9 +1,9 @@
 """Pretrains a masked language model with Accelerate, on one process or many: a gated BERT (MAE by block
 coordinate descent, MoA, sparse experts, CCT) from scratch or from a checkpoint, or the plain one.
 
-The flags are those of transformers' own `run_mlm_no_trainer.py` where it has them, plus
-`GatingArguments` and the gates' part of `MoaTrainingArguments`. From scratch on text files, with a
-WordPiece vocabulary trained on the way:
+The flags are those of transformers' own `run_mlm_no_trainer.py` (`accelerate_arguments.py` names the few
+that are left out), plus `GatingArguments` and the gates' part of `MoaTrainingArguments`. From scratch
+on text files, with a WordPiece vocabulary trained on the way:
 
     accelerate launch examples/run_mlm_no_trainer.py --model_type moa_bert --attention_type moa \
         --config_overrides hidden_size=256,num_hidden_layers=4,intermediate_size=1024,head_dim=32 \
@@ -63,6 +63,11 @@ class DataTrainingArguments(SplitTextArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.max_seq_length < 3:
+            raise ValueError(
+                "`max_seq_length` must be at least 3, for [CLS], a token and [SEP] (got "
+                f"{self.max_seq_length})."
+            )
         if self.pad_to_max_length and not self.line_by_line:
             raise ValueError(
                 "`pad_to_max_length` needs `line_by_line`: packed sequences are full (got False)."

@@ -2,9 +2,9 @@
 coordinate descent, MoA, sparse experts, CCT) from scratch or from a checkpoint, or the plain one.
 Measures sacreBLEU of a beam search, of the averaged last checkpoints where asked.
 
-The flags are those of transformers' own `run_translation_no_trainer.py` where it has them, plus
-`GatingArguments` and the gates' part of `MoaTrainingArguments`. From scratch, with a vocabulary trained
-on both languages on the way (needs `pip install sacrebleu`):
+The flags are those of transformers' own `run_translation_no_trainer.py` (`accelerate_arguments.py` names
+the few that are left out), plus `GatingArguments` and the gates' part of `MoaTrainingArguments`. From
+scratch, with a vocabulary trained on both languages on the way (needs `pip install sacrebleu`):
 
     accelerate launch examples/run_translation_no_trainer.py --model_type moa_t5 --attention_type mae \
         --config_overrides d_model=256,d_kv=32,num_heads=8,d_ff=1024,num_layers=3 \

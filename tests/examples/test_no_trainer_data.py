@@ -99,6 +99,7 @@ def test_lines_are_padded_to_one_length(arguments, caught):
     ("changes", "message"),
     [
         ({"line_by_line": None}, "`pad_to_max_length` needs `line_by_line`"),
+        ({"max_seq_length": 2}, r"`max_seq_length` must be at least 3, .* \(got 2\)"),
         (
             {"train_sampling_strategy": "group_by_length"},
             "group_by_length needs rows of several lengths",
