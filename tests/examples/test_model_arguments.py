@@ -34,6 +34,19 @@ def test_config_in_the_place_of_a_checkpoints(tmp_path):
     assert model.transformer.h[0].attn.attn_dropout.p == 0.3
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_of_a_model_is_trusted_where_asked(trusted, monkeypatch):
+    found = []
+    make = AutoModelForCausalLM.from_config
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_config",
+        lambda config, **options: found.append(options) or make(config, **options),
+    )
+    load(model_type="gpt2", config_overrides="n_layer=1,n_embd=8,n_head=2", trust_remote_code=trusted)
+    assert found == [{"trust_remote_code": trusted}]
+
+
 @pytest.mark.parametrize(
     "model_args",
     [
