@@ -74,7 +74,7 @@ def merged_card(new: ModelCard, old: ModelCard | None, *, same_weights: bool) ->
         return new
     data = _merged_metadata(new, old, same_weights=same_weights)
     text = "\n".join(old.text.splitlines())
-    if _is_draft(text):
+    if not text.strip() or any(draft in text for draft in _DRAFTS):
         return card_of(data, new.text)
     introduction, sections = split_sections(new.text)
     old_introduction, old_sections = split_sections(text)
@@ -100,12 +100,13 @@ def base_on_hub(card: ModelCard | None) -> str | None:
 
 
 def is_unfinished(card: ModelCard) -> bool:
-    """Whether nobody has filled in a card: a draft, or an adapter's without its name."""
-    return _is_draft(card.text) or ADAPTER_PLACE in card.text
-
-
-def _is_draft(text: str) -> bool:
-    return not text.strip() or any(draft in text for draft in _DRAFTS)
+    """Whether nothing is lost with a card: it is what PEFT writes beside an adapter (huggingface_hub's
+    template, to the line), or lacks the adapter's name, and what else it says stays."""
+    if ADAPTER_PLACE in card.text:
+        return True
+    template = ModelCard.from_template(ModelCardData()).text
+    own = {*card.text.splitlines()} - {*template.splitlines(), "", "### Framework versions"}
+    return all(line.startswith("- PEFT ") for line in own)
 
 
 def split_sections(text: str) -> tuple[str, list[tuple[str, str]]]:

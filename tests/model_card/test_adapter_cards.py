@@ -128,6 +128,17 @@ def test_command_takes_facts_of_an_adapter_and_keeps_what_others_wrote(saved_ada
     assert card.text.count('"user/other"') == 3  # FTG's own snippet, and those of "How to load"
 
 
+def test_draft_that_somebody_filled_in_stays_unless_told(saved_adapter):
+    saved_adapter("lora")
+    card = Path("adapter/README.md")
+    text, place = card.read_text(), "**Developed by:** [More Information Needed]"
+    assert place in text
+    card.write_text(text.replace(place, "**Developed by:** me"))
+    with pytest.raises(ValueError, match="there already; give --overwrite"):
+        card_command("adapter")
+    assert "**Developed by:** me" in card.read_text()
+
+
 def test_base_that_moved_is_found_by_its_name(saved_adapter):
     saved_adapter("lora")
     Path("local/base").rename("elsewhere")
