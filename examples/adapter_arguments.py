@@ -106,6 +106,11 @@ def _is_stored(model: PreTrainedModel) -> bool:
 
 def train_head(model: PreTrainedModel, further: list[str]) -> PreTrainedModel:
     """The model, with all but its head and the modules of these names frozen."""
+    if model.base_model is model:
+        raise ValueError(
+            f"`adapter` head needs a model with a head of its own, apart from the rest (got "
+            f"{type(model).__name__}): choose another adapter."
+        )
     model.base_model.requires_grad_(False)
     for name in further:
         found = [m for path, m in model.named_modules() if path == name or path.endswith(f".{name}")]
@@ -154,13 +159,16 @@ def lora_config(
 
 def linear_layers(model: PreTrainedModel, trained: list[str]) -> dict[str, nn.Module]:
     """The linear layers of the model, by name, without its head, gates and what is trained whole."""
-    prefix = f"{model.base_model_prefix}."
+    is_backbone = model.base_model is model  # as a T5 with a language model's head is
+    prefix = "" if is_backbone else f"{model.base_model_prefix}."
+    head = model.get_output_embeddings()
     gates = tuple(f"{name}." for name, m in model.named_modules() if hasattr(m, "gate_kind"))
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
         and name.startswith(prefix)
+        and module is not head
         and not f"{name}.".startswith(gates)
         and not set(trained) & set(name.split("."))
     }

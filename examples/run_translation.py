@@ -2,7 +2,8 @@
 sacreBLEU: a gated T5 (MAE, MoA, sparse experts, CCT) from scratch or from a T5 checkpoint, or the plain
 one.
 
-The flags are those of transformers' own `run_translation.py` where it has them, plus `GatingArguments`.
+The flags are those of transformers' own `run_translation.py` where it has them, plus `GatingArguments`
+and `AdapterArguments`.
 From scratch on Multi30k, with a tokenizer trained on both languages on the way; the same without gates
 is `--attention_type mha`. Needs `pip install sacrebleu`:
 
@@ -20,6 +21,11 @@ From a checkpoint, converted to MAE:
     python examples/run_translation.py --model_name_or_path t5-small --attention_type mae \
         --source_prefix "translate English to German: " --train_source train.en ...
 
+Of a gated checkpoint, only the gates (FTG), with the attention's output projections (FTG+), or LoRA of
+the same size as the gates; the output is an adapter for PEFT:
+
+    python examples/run_translation.py --model_name_or_path out/translation-mae --adapter ftg ...
+
 The results are in `eval_results.json` (validation) and `predict_results.json` (test), with sacreBLEU's
 signature; the translations of the test file in `generated_predictions.txt`. BLEU is that of the
 detokenised translations against the lines of the target file as they stand there.
@@ -31,6 +37,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from adapter_arguments import AdapterArguments, adapt
 from datasets import Dataset
 from gating_arguments import GatingArguments, check_budgets, evaluate_at_budgets, optional
 from parallel_text import (
@@ -42,6 +49,7 @@ from parallel_text import (
     tokenize,
     train_tokenizer,
 )
+from peft import TaskType
 from text_training import (
     ModelArguments,
     find_checkpoint,
@@ -104,8 +112,13 @@ def check_arguments(training_args: MoaSeq2SeqTrainingArguments) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, training_args = parse_arguments(
-        args, ModelArguments, DataTrainingArguments, GatingArguments, MoaSeq2SeqTrainingArguments
+    model_args, data_args, gating_args, adapter_args, training_args = parse_arguments(
+        args,
+        ModelArguments,
+        DataTrainingArguments,
+        GatingArguments,
+        AdapterArguments,
+        MoaSeq2SeqTrainingArguments,
     )
     set_up_logging(training_args, logger)
     check_arguments(training_args)
@@ -129,6 +142,9 @@ def main(args: list[str] | None = None) -> None:
     fields = token_fields(tokenizer)
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
     check_budgets(gating_args, model)
+    model = adapt(
+        model, adapter_args, TaskType.SEQ_2_SEQ_LM, Path(training_args.output_dir, "base_model")
+    )
     with training_args.main_process_first(desc="tokenizing"):
         sets = {
             split: tokenize(pairs[split], tokenizer, data_args, most, split)

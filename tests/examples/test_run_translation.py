@@ -1,5 +1,6 @@
 """`examples/run_translation.py` end to end: a tiny T5 on a few made-up pairs, a few steps on the CPU."""
 
+import copy
 import gzip
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 import run_translation
 import sacrebleu
 import torch
+from peft import PeftModel
 from script_runs import command_line, read_json
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -285,3 +287,41 @@ def test_files_of_other_lengths_are_an_error(arguments, files):
     arguments["test_target"] = str(files / "validation.de")
     with pytest.raises(ValueError, match=r"equally many lines .got .*5.*7"):
         run_translation.main(command_line({**arguments, "do_predict": True}))
+
+
+@pytest.mark.parametrize("adapter", ["ftg", "ftg+", "lora"])
+def test_adapter_of_a_gated_checkpoint(arguments, adapter, tmp_path):
+    """What is not in the adapter stays, and the adapter that is loaded translates as the trained one."""
+    run_translation.main(command_line({**arguments, "attention_type": "mae", "do_eval": False}))
+    base = arguments["output_dir"]
+    given = {**arguments, "model_name_or_path": base, "adapter": adapter, "learning_rate": 1e-2}
+    given = {k: v for k, v in given.items() if k not in ("model_type", "config_overrides", "vocab_size")}
+    given |= {"mae_training": "joint", "do_predict": True, "output_dir": str(tmp_path / "adapter")}
+    run_translation.main(command_line(given))
+    folder = Path(given["output_dir"])
+    assert (folder / "adapter_model.safetensors").is_file()
+    assert not (folder / "model.safetensors").exists()
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+
+    untrained = AutoModelForSeq2SeqLM.from_pretrained(base).state_dict()
+    model = PeftModel.from_pretrained(AutoModelForSeq2SeqLM.from_pretrained(base), folder).eval()
+    merged = copy.deepcopy(model).merge_and_unload().state_dict()
+    changed = {name for name, value in merged.items() if not torch.equal(value, untrained[name])}
+    assert changed
+    if adapter != "lora":
+        kinds = (".gate.", ".o.") if adapter == "ftg+" else (".gate.",)
+        assert all(any(kind in name for kind in kinds) for name in changed), changed
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    sources = Path(arguments["test_source"]).read_text(encoding="utf-8").splitlines()
+    batch = tokenizer(sources, padding=True, return_tensors="pt")
+    ids = model.generate(**batch, max_length=12)
+    found = [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+    written = (folder / "generated_predictions.txt").read_text(encoding="utf-8").splitlines()
+    assert found == written
+
+
+def test_a_model_that_is_all_backbone_has_no_head_to_train(arguments):
+    given = {**arguments, "attention_type": "mae", "adapter": "head", "do_eval": False}
+    with pytest.raises(ValueError, match="`adapter` head needs a model with a head of its own"):
+        run_translation.main(command_line(given))
