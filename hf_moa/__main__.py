@@ -2,7 +2,7 @@
 
 import sys
 
-from hf_moa_cli import main
+from hf_moa.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

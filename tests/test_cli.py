@@ -12,9 +12,9 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertForSequenceCl
 
 import hf_moa
 from hf_moa import MoaBertConfig
+from hf_moa.cli import main
 from hf_moa.modeling.configuration_gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
-from hf_moa_cli import main
 from hf_moa_cli.gating_fields import gating_fields
 
 

@@ -1,0 +1,8 @@
+"""The console command `hf-moa`, for use from Python: `main(["env", "--json"])`.
+
+Its code is in `hf_moa_cli`, beside this package, which says why.
+"""
+
+from hf_moa_cli import main
+
+__all__ = ["main"]
