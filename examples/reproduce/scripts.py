@@ -26,7 +26,7 @@ def run_script(name: str, flags: Flags, output_dir: str | Path) -> dict[str, Any
     """Run `examples/<name>.py` and return its `all_results.json`.
 
     Args:
-        flags: name -> value; a list is several words, True of a flag without a value is written out.
+        flags: name -> value; a list is several words, a dict such as `config_overrides` is `a=1,b=2`.
     """
     flags = {**flags, "use_cpu": not torch.cuda.is_available(), "output_dir": output_dir}
     importlib.import_module(name).main(as_argv(flags))
@@ -36,9 +36,20 @@ def run_script(name: str, flags: Flags, output_dir: str | Path) -> dict[str, Any
 def as_argv(flags: Flags) -> list[str]:
     argv = []
     for name, value in flags.items():
+        if isinstance(value, dict):
+            value = ",".join(f"{key}={each}" for key, each in value.items())
         values = value if isinstance(value, (list, tuple)) else [value]
         argv += [f"--{name}", *map(str, values)]
     return argv
+
+
+def merged(flags: Flags, more: Flags) -> Flags:
+    """Both; dicts of the same name, too, are put together."""
+    result = {**flags, **more}
+    for name in flags.keys() & more.keys():
+        if isinstance(flags[name], dict):
+            result[name] = {**flags[name], **more[name]}
+    return result
 
 
 def read_json(path: Path) -> Any:

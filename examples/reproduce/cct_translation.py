@@ -1,0 +1,210 @@
+"""CCT in translation: quality against computation. Bapna et al. 2020, figures 4 to 8, on Multi30k.
+
+    python examples/reproduce/cct_translation.py --data_dir data --models_dir runs/cct_translation
+
+- one model with gates (CCT), trained once for all budgets, at 1, 0.5, 0.33 and 0.2, against four plain
+  models whose heads and feed-forward layers have that share of the size, each trained by itself;
+- noise of the gates that grows over the run (the paper's) against noise that is constant;
+- feed-forward layers in 4 parts (the paper's) against 2 and 1.
+
+BLEU, what was computed (`compute fraction`, of the gated part), and in a phase of its own, which wants a
+machine that does nothing else, the time of a translation (`--phases latency`). A run that was stopped
+goes on where it was. The report:
+
+    python examples/reproduce/cct_translation.py --report model_cards/cct_translation
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from corpora import multi30k
+from experiment import Experiment, Phase
+from figures import draw_line, panels, save
+from gate_measures import load_model
+from runs import Results, Settings
+from scripts import Flags
+from summaries import by_seed, differences, time_and_machine, with_deviation
+from translation_runs import Translator, train_translation
+
+from hf_moa.markdown import table
+
+SEEDS = (1, 2, 3)
+STEPS = 2_500
+BUDGETS = (1.0, 0.5, 0.33, 0.2)
+LATENCY_SENTENCES = 100
+
+CCT: Flags = {
+    "attention_type": "mha",
+    "cct_budgets": (1, 1, *BUDGETS),  # the paper's 1 stands for half of the draws, too
+    "cct_noise_steps": -1,
+}
+GATED: dict[str, Flags] = {
+    "CCT": CCT,
+    "CCT, constant noise": {**CCT, "cct_noise_steps": 1},
+    "CCT, 2 parts": {**CCT, "config_overrides": {"cct_num_ffn_splits": 2}},
+    "CCT, 1 part": {**CCT, "config_overrides": {"cct_num_ffn_splits": 1}},
+}
+# share -> heads of 16 and width of the feed-forward layers
+PLAIN_SIZES = {1.0: (8, 512), 0.5: (4, 256), 0.33: (3, 160), 0.2: (2, 80)}
+PLAIN: dict[str, Flags] = {
+    f"plain, {share:g} of the size": {
+        "attention_type": "mha",
+        "config_overrides": {"num_heads": heads, "d_ff": width},
+    }
+    for share, (heads, width) in PLAIN_SIZES.items()
+}
+VARIANTS = {**PLAIN, **GATED}
+
+
+def runs(results: Results) -> list[Settings]:
+    return [{"variant": variant, "steps": STEPS, "seed": seed} for seed in SEEDS for variant in VARIANTS]
+
+
+def latency_runs(results: Results) -> list[Settings]:
+    return [{"latency": LATENCY_SENTENCES, "seed": SEEDS[0]}]
+
+
+def model_folder(models_dir: str, variant: str, seed: int) -> Path:
+    return Path(models_dir, f"{variant.replace(',', '').replace(' ', '-')}-{seed}")
+
+
+def budgets_of(variant: str) -> tuple[float | None, ...]:
+    return BUDGETS if variant in GATED else (None,)
+
+
+def measure(settings: Settings, options: argparse.Namespace) -> dict:
+    """One training run, and BLEU of a beam search at each budget."""
+    folder = model_folder(options.models_dir, settings["variant"], settings["seed"])
+    train_translation(
+        "multi30k",
+        VARIANTS[settings["variant"]],
+        steps=settings["steps"],
+        seed=settings["seed"],
+        data_dir=options.data_dir,
+        work_dir=options.models_dir,
+        folder=folder,
+        evaluate=False,
+    )
+    model = load_model(folder)
+    translator = held_out_text(options, folder)
+    measured = {"parameters": model.num_parameters()}
+    for budget in budgets_of(settings["variant"]):
+        chosen = {} if budget is None else {"budget": budget}
+        name = "" if budget is None else f" at {budget:g}"
+        measured[f"bleu{name}"] = translator.bleu(model, num_beams=5, **chosen)
+        if budget is not None:
+            measured[f"compute{name}"] = mean_compute(model, translator, budget)
+    return measured
+
+
+def held_out_text(options: argparse.Namespace, folder: Path, limit: int | None = None) -> Translator:
+    files = multi30k(options.data_dir, options.models_dir)
+    return Translator(folder, files["test_source"], files["test_target"], limit=limit)
+
+
+def mean_compute(model, translator: Translator, budget: float) -> float:
+    """Of the gated part, over the references."""
+    import torch
+
+    encode = partial(translator.tokenizer, padding=True, return_tensors="pt")
+    source, target = encode(translator.sources), encode(text_target=translator.references)
+    labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, -100)
+    with torch.no_grad():
+        outputs = model(
+            input_ids=source["input_ids"],
+            attention_mask=source["attention_mask"],
+            labels=labels,
+            budget=budget,
+        )
+    return outputs.compute_fraction.mean().item()
+
+
+def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds per sentence of a greedy search, by variant and budget."""
+    from hf_moa.timing import compare
+
+    candidates = {}
+    for variant in (*PLAIN, "CCT"):
+        folder = model_folder(options.models_dir, variant, settings["seed"])
+        translator = held_out_text(options, folder, settings["latency"])
+        model = load_model(folder)
+        for budget in budgets_of(variant):
+            chosen = {} if budget is None else {"budget": budget}
+            name = variant if budget is None else f"{variant} at {budget:g}"
+            candidates[name] = partial(translator.translate, model, min_new_tokens=16, **chosen)
+    times = compare(candidates, turns=11, title="latency")
+    return {time.name: time.value / settings["latency"] for time in times}
+
+
+def report(results: Results, folder: Path) -> str:
+    """Tables in Markdown; the figure is written to `folder`."""
+    draw(results, folder / "bleu.svg")
+    rows = results.find(latency=LATENCY_SENTENCES)
+    latency = rows[-1]["measured"] if rows else {}
+    full = bleus(results, next(iter(PLAIN)))
+    lines = []
+    for variant in VARIANTS:
+        for budget in budgets_of(variant):
+            name = variant if budget is None else f"{variant} at {budget:g}"
+            found = bleus(results, variant, budget)
+            compute = computes(results, variant, budget)
+            time = f"{latency[name]:.2f}" if name in latency else "-"
+            apart = [] if variant == next(iter(PLAIN)) else differences(found, full)
+            cells = [with_deviation(found.values()), with_deviation(apart, sign=True)]
+            lines.append([name, compute, *cells, time])
+    heads = ["model", "compute fraction", "BLEU", "paired difference to plain", "ms per sentence"]
+    return f"{table(heads, lines)}\n\n{time_and_machine(results, steps=STEPS)}"
+
+
+def bleus(results: Results, variant: str, budget: float | None = None) -> dict[int, float]:
+    name = "bleu" if budget is None else f"bleu at {budget:g}"
+    return by_seed(results, name, variant=variant, steps=STEPS)
+
+
+def computes(results: Results, variant: str, budget: float | None) -> str:
+    if budget is None:
+        return f"{next(share for share in PLAIN_SIZES if f' {share:g} ' in variant):g}"
+    found = by_seed(results, f"compute at {budget:g}", variant=variant, steps=STEPS)
+    return with_deviation(found.values(), "{:.2f}")
+
+
+def draw(results: Results, path: Path) -> None:
+    """BLEU against the share that is computed."""
+    figure, [axis] = panels(1)
+    plain = [
+        (share, list(bleus(results, name).values()))
+        for share, name in zip(PLAIN_SIZES, PLAIN, strict=True)
+    ]
+    draw_line(axis, plain, 0, label="plain models, each trained by itself")
+    for style, variant in enumerate(GATED, 1):
+        points = [
+            (mean(by_seed(results, f"compute at {b:g}", variant=variant, steps=STEPS)), found)
+            for b in BUDGETS
+            if (found := list(bleus(results, variant, b).values()))
+        ]
+        draw_line(axis, points, style, label=variant)
+    axis.set_xlabel("share of the gated computation")
+    axis.set_ylabel("BLEU")
+    save(figure, [axis], path)
+
+
+def mean(values: dict[int, float]) -> float:
+    return sum(values.values()) / len(values)
+
+
+EXPERIMENT = Experiment(
+    name="cct_translation",
+    description=__doc__,
+    phases=(Phase("training", runs, measure), Phase("latency", latency_runs, measure_latency)),
+    report=report,
+    needed={
+        "data_dir": "folder of the corpora (see corpora.py)",
+        "models_dir": "where the models are kept, to be timed",
+    },
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()

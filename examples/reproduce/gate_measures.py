@@ -1,0 +1,74 @@
+"""What the gates of a trained model do, in the numbers that an experiment keeps."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from hf_moa.analysis import analyze
+from hf_moa.analysis.text_batches import TextBatches, read_text
+
+
+def load_model(folder: str | Path) -> Any:
+    """The gated model of a checkpoint, of the class that it names."""
+    from transformers import AutoConfig
+
+    import hf_moa
+
+    name = AutoConfig.from_pretrained(folder).architectures[0]
+    return getattr(hf_moa, name).from_pretrained(folder).eval()
+
+
+def tables_of(
+    model: Any, folder: str | Path, text: str, *, target: str | None = None, limit: int | None = None
+) -> dict[str, Any]:
+    """The analysis' tables of a model on a text, a row each line.
+
+    Args:
+        folder: of the model's tokenizer.
+        limit: lines to read.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    data = read_text(text, target_file=target, limit=limit)
+    data = data.filter(lambda row: row["text"].strip() != "")
+    batches = TextBatches(data, tokenizer, model, with_labels=False, batch_size=32)
+    return analyze(model, batches, tokenizer=tokenizer, progress=False).tables
+
+
+def balance(tables: dict[str, Any]) -> dict[str, float]:
+    """How evenly the tokens are spread over the experts, means over the layers.
+
+    Returns:
+        `load_cv`: the coefficient of variation of the experts' loads; `load_max`: the largest load over
+        the mean; `unused`: the share of experts that get less than a tenth of the mean.
+    """
+    loads = defaultdict(list)
+    for row in tables["expert_load"].to_dict("records"):
+        loads[row["part"], row["layer"]].append(row["load"])
+    mean = {place: statistics.fmean(values) for place, values in loads.items()}
+    found = {
+        "load_cv": [statistics.pstdev(values) / mean[place] for place, values in loads.items()],
+        "load_max": [max(values) / mean[place] for place, values in loads.items()],
+        "unused": [
+            sum(value < 0.1 * mean[place] for value in values) / len(values)
+            for place, values in loads.items()
+        ],
+    }
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
+def mae_gates(tables: dict[str, Any]) -> dict[str, float]:
+    """Means over the layers: `entropy` of the gates in nats, and `largest_share`, the share of the
+    inputs that are attributed to the expert with the most of them."""
+    largest: dict[tuple[str, int], float] = {}
+    for row in tables["mae_experts"].to_dict("records"):
+        place = row["part"], row["layer"]
+        largest[place] = max(largest.get(place, 0.0), row["share"])
+    return {
+        "entropy": statistics.fmean(tables["mae_entropy"]["entropy"]),
+        "largest_share": statistics.fmean(largest.values()),
+    }

@@ -1,0 +1,102 @@
+"""MAE in language modelling: Peng et al. 2020, table 4, on WikiText-2.
+
+    python examples/reproduce/mae_language_modelling.py --data_dir data
+
+A small GPT-2 of 8 heads, five epochs on a part of the training text, of which the first has G steps:
+plain (BASE), and MAE trained jointly (NOBCD), with uniform gates (UNI-MAE-7) and by block coordinate
+descent (MAE-7); MAE-7 also with gates at 100 and 1,000 times the paper's learning rate, since the run is
+so much shorter than the paper's. Test perplexity per token, and the gates' entropy. A run that was
+stopped goes on where it was. The report:
+
+    python examples/reproduce/mae_language_modelling.py --report model_cards/mae_language_modelling
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from corpora import wikitext2
+from experiment import Experiment, Phase
+from gate_measures import load_model, mae_gates, tables_of
+from runs import Results, Settings
+from scripts import TRAINER_FLAGS, Flags, run_script
+from summaries import Column, time_and_machine, variant_table
+
+SEEDS = (1, 2, 3)
+BLOCKS, EPOCHS = 3_600, 5
+
+BCD: Flags = {"attention_type": "mae", "mae_training": "bcd"}
+VARIANTS: dict[str, Flags] = {
+    "BASE": {"attention_type": "mha"},
+    "NOBCD": {"attention_type": "mae", "mae_training": "joint"},
+    "UNI-MAE-7": {"attention_type": "mae", "mae_gate_type": "uniform", "mae_training": "expert"},
+    "MAE-7": BCD,
+    "MAE-7, gate rate 100": {**BCD, "gate_learning_rate": 100},
+    "MAE-7, gate rate 1000": {**BCD, "gate_learning_rate": 1000},
+}
+FLAGS: Flags = {
+    **TRAINER_FLAGS,
+    "model_type": "moa_gpt2",
+    "vocab_size": 4096,
+    "config_overrides": {"n_layer": 3, "n_embd": 128, "n_head": 8, "n_positions": 128},
+    "max_train_samples": BLOCKS,
+    "do_train": True,
+    "do_predict": True,
+    "num_train_epochs": EPOCHS,
+    "learning_rate": 2e-3,
+    "warmup_steps": 100,
+    "lr_scheduler_type": "cosine",
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 64,
+}
+
+
+def runs(results: Results) -> list[Settings]:
+    return [
+        {"variant": variant, "blocks": BLOCKS, "epochs": EPOCHS, "seed": seed}
+        for seed in SEEDS
+        for variant in VARIANTS
+    ]
+
+
+def measure(settings: Settings, options: argparse.Namespace) -> dict:
+    """One run of `examples/run_clm.py`."""
+    files = wikitext2(options.data_dir)
+    flags = {
+        **FLAGS,
+        **VARIANTS[settings["variant"]],
+        "train_file": files["train"],
+        "test_file": files["test"],
+        "seed": settings["seed"],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_script("run_clm", flags, folder)
+        measured = {"perplexity": found["predict_perplexity"], "train_seconds": found["train_runtime"]}
+        if VARIANTS[settings["variant"]]["attention_type"] == "mae":
+            measured |= mae_gates(tables_of(load_model(folder), folder, files["test"], limit=1_000))
+        return measured
+
+
+def report(results: Results, folder: Path) -> str:
+    columns = [
+        Column("perplexity", "perplexity", "{:.2f}", paired=True),
+        Column("gate entropy (uniform: 2.079)", "entropy", "{:.3f}"),
+        Column("positions of the most used expert", "largest_share", "{:.0%}"),
+        Column("training, seconds", "train_seconds", "{:.0f}"),
+    ]
+    found = variant_table(results, VARIANTS, columns, blocks=BLOCKS, epochs=EPOCHS)
+    return f"{found}\n\n{time_and_machine(results)}"
+
+
+EXPERIMENT = Experiment(
+    name="mae_language_modelling",
+    description=__doc__,
+    phases=(Phase("training", runs, measure),),
+    report=report,
+    needed={"data_dir": "folder of the corpora (see corpora.py)"},
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()

@@ -1,0 +1,112 @@
+"""Noisy top-k routing: what the noise, the importance loss and the load loss do. Shazeer et al. 2017,
+appendix A, table 6, on WikiText-2.
+
+    python examples/reproduce/noisy_top_k.py --data_dir data
+
+A small GPT-2 whose feed-forward layers are 16 experts of which 2 are active: with and without the noise,
+with and without the two losses (weight 0.1, the paper's largest of one at a time). The load loss needs
+the noise. Test perplexity, and how evenly the test tokens are spread over the experts. A run that was
+stopped goes on where it was. The report:
+
+    python examples/reproduce/noisy_top_k.py --report model_cards/noisy_top_k
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from corpora import wikitext2
+from experiment import Experiment, Phase
+from gate_measures import balance, load_model, tables_of
+from runs import Results, Settings
+from scripts import Flags, merged, run_script
+from summaries import Column, time_and_machine, variant_table
+
+SEEDS = (1, 2, 3)
+STEPS = 1_200
+
+
+def router(router_type: str, **losses: float) -> Flags:
+    """A router with these of the losses, and no other."""
+    none = {"balance": 0, "z": 0, "importance": 0, "load": 0}
+    coefficients = {f"router_{name}_loss_coef": value for name, value in {**none, **losses}.items()}
+    return {"router_type": router_type, "config_overrides": coefficients}
+
+
+VARIANTS: dict[str, Flags] = {
+    "noise, both losses": router("noisy_topk", importance=0.1, load=0.1),
+    "noise, importance loss": router("noisy_topk", importance=0.1),
+    "noise, load loss": router("noisy_topk", load=0.1),
+    "noise alone": router("noisy_topk"),
+    "importance loss alone": router("topk", importance=0.1),
+    "nothing": router("topk"),
+}
+FLAGS: Flags = {
+    "model_type": "moa_gpt2",
+    "vocab_size": 4096,
+    "attention_type": "mha",
+    "ffn_type": "moe",
+    "num_ffn_experts": 16,
+    "num_ffn_experts_per_token": 2,
+    "config_overrides": {
+        "n_layer": 2,
+        "n_embd": 128,
+        "n_head": 4,
+        "n_positions": 128,
+        "n_inner": 256,
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+    },
+    "learning_rate": 2e-3,
+    "num_warmup_steps": 100,
+    "lr_scheduler_type": "cosine",
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 64,
+    "mixed_precision": "bf16",
+}
+
+
+def runs(results: Results) -> list[Settings]:
+    return [{"variant": variant, "steps": STEPS, "seed": seed} for seed in SEEDS for variant in VARIANTS]
+
+
+def measure(settings: Settings, options: argparse.Namespace) -> dict:
+    """One run of `examples/run_clm_no_trainer.py`, and the expert load on the test text."""
+    files = wikitext2(options.data_dir)
+    flags = {
+        **merged(FLAGS, VARIANTS[settings["variant"]]),
+        "train_file": files["train"],
+        "validation_file": files["test"],
+        "max_train_steps": settings["steps"],
+        "eval_steps": settings["steps"] + 1,  # in the end alone
+        "seed": settings["seed"],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_script("run_clm_no_trainer", flags, folder)
+        tables = tables_of(load_model(folder), folder, files["test"], limit=1_000)
+    return {"perplexity": found["perplexity"], **balance(tables)}
+
+
+def report(results: Results, folder: Path) -> str:
+    columns = [
+        Column("perplexity", "perplexity", "{:.2f}", paired=True),
+        Column("CV of the load", "load_cv", "{:.2f}"),
+        Column("largest load / mean", "load_max", "{:.2f}"),
+        Column("experts with less than a tenth of the mean", "unused", "{:.0%}"),
+    ]
+    return f"{variant_table(results, VARIANTS, columns, steps=STEPS)}\n\n{time_and_machine(results)}"
+
+
+EXPERIMENT = Experiment(
+    name="noisy_top_k",
+    description=__doc__,
+    phases=(Phase("training", runs, measure),),
+    report=report,
+    needed={"data_dir": "folder of the corpora (see corpora.py)"},
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()

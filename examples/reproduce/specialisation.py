@@ -1,0 +1,129 @@
+"""Do MAE's experts specialise? Peng et al. 2020, section 5.1, on the models of mae_translation.py.
+
+    python examples/reproduce/specialisation.py --data_dir data --models_dir runs/mae_translation
+
+On the test text: the gates' entropy, how many inputs are attributed to each expert, which tokens go with
+an expert, and what BLEU is left when every layer takes one expert alone, that of the largest gate or a
+random one (greedy search). The report:
+
+    python examples/reproduce/specialisation.py --report model_cards/specialisation
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import mae_translation
+from experiment import Experiment, Phase
+from gate_measures import load_model, mae_gates, tables_of
+from runs import Results, Settings
+from summaries import Column, time_and_machine, variant_table
+from translation_runs import CORPORA, Translator
+
+from hf_moa.markdown import table
+
+VARIANTS = [
+    name
+    for name, flags in mae_translation.VARIANTS.items()
+    if flags["attention_type"] == "mae" and flags.get("mae_num_dropped_heads", 1) == 1
+]
+SHOWN = {"seed": mae_translation.SEEDS[0]}  # whose attribution and tokens the report shows
+PARTS = {"encoder": "encoder", "decoder": "decoder", "cross": "cross-attention"}
+TOKENS = 8  # of each expert
+
+
+def runs(results: Results) -> list[Settings]:
+    return [run for run in mae_translation.runs(results) if run["variant"] in VARIANTS]
+
+
+def measure(settings: Settings, options: argparse.Namespace) -> dict:
+    """Entropies, attribution and indicative tokens, and BLEU with one expert per layer."""
+    from hf_moa.analysis import expert_selection
+
+    files = CORPORA[settings["corpus"]](options.data_dir, options.models_dir)
+    folder = mae_translation.model_folder(options.models_dir, settings)
+    model = load_model(folder)
+    tables = tables_of(model, folder, files["test_source"], target=files["test_target"])
+    measured: dict[str, Any] = mae_gates(tables)
+    for part in PARTS:
+        measured |= {
+            f"{part} {name}": value for name, value in mae_gates(_of_part(tables, part)).items()
+        }
+    translator = Translator(folder, files["test_source"], files["test_target"])
+    for row in expert_selection(model, lambda: {"bleu": translator.bleu(model)}).to_dict("records"):
+        measured[f"bleu {row['experts']}"] = row["bleu"]
+    for selection in ("argmax", "random"):
+        measured[f"drop {selection}"] = measured["bleu mixture"] - measured[f"bleu {selection}"]
+    measured["shares"] = _lists(tables["mae_experts"], "share")
+    measured["tokens"] = _lists(tables["mae_indicative_tokens"], "token")
+    return measured
+
+
+def _of_part(tables: dict[str, Any], part: str) -> dict[str, Any]:
+    return {name: table[table["part"].str.startswith(part)] for name, table in tables.items()}
+
+
+def _lists(rows: Any, column: str) -> list[dict[str, Any]]:
+    """Of each layer: a value, or a list of them, for each expert."""
+    found: dict[tuple, dict[int, list]] = {}
+    for row in rows.to_dict("records"):
+        experts = found.setdefault((row["part"], row["layer"]), {})
+        experts.setdefault(row["expert"], []).append(row[column])
+    return [
+        {"part": part, "layer": layer, column: [experts[i][:TOKENS] for i in sorted(experts)]}
+        for (part, layer), experts in found.items()
+    ]
+
+
+def report(results: Results, folder: Path) -> str:
+    columns = [
+        *(
+            Column(f"entropy, {name}", f"{part} entropy", "{:.3f}")
+            for part, name in {"": "all layers", **PARTS}.items()
+        ),
+        Column("inputs of the most used expert", "largest_share", "{:.0%}"),
+        Column("BLEU", "bleu mixture", "{:.2f}"),
+        Column("drop with the expert of the largest gate", "drop argmax", "{:.2f}"),
+        Column("drop with a random one", "drop random", "{:.2f}"),
+    ]
+    columns[0] = Column("entropy (uniform: 2.079)", "entropy", "{:.3f}")
+    parts = []
+    for corpus in CORPORA:
+        parts += [f"### {corpus}", variant_table(results, VARIANTS, columns, corpus=corpus)]
+        for variant in VARIANTS:
+            rows = results.find(corpus=corpus, variant=variant, **SHOWN)
+            if rows and "UNI" not in variant:
+                parts += [f"{variant}, seed {SHOWN['seed']}:", attribution(rows[0]["measured"])]
+    return "\n\n".join([*parts, time_and_machine(results)])
+
+
+def attribution(measured: dict[str, Any]) -> str:
+    """The share of the inputs of each expert, and the tokens that go with the most used one."""
+    tokens = {(row["part"], row["layer"]): row["token"] for row in measured["tokens"]}
+    rows = []
+    for row in measured["shares"]:
+        shares = [share for [share] in row["share"]]
+        most = shares.index(max(shares))
+        shown = tokens.get((row["part"], row["layer"]), [])
+        words = ", ".join(shown[most]) if most < len(shown) else ""
+        rows.append([row["part"], row["layer"] + 1, ", ".join(f"{100 * x:.0f}" for x in shares), words])
+    return table(
+        ["part", "layer", "inputs of each expert (%)", "tokens of the expert with most of them"], rows
+    )
+
+
+EXPERIMENT = Experiment(
+    name="specialisation",
+    description=__doc__,
+    phases=(Phase("measuring", runs, measure),),
+    report=report,
+    needed={
+        "data_dir": "folder of the corpora (see corpora.py)",
+        "models_dir": "of mae_translation.py",
+    },
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()

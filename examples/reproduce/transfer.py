@@ -1,0 +1,181 @@
+"""Adapting a translation model through its gates: Peng et al. 2020, section 5.2, table 7 and figure 2.
+
+    python examples/reproduce/transfer.py --data_dir data --models_dir runs/mae_translation
+
+The MAE-7 models that mae_translation.py trained on Tatoeba are adapted to Multi30k with 5 to 100 % of
+its training data: not at all (NOFT), their gates (FTG), gates and attention's output projections (FTG+),
+everything (FTALL); beside these LoRA, of as many parameters as FTG, and a new model of the same size and
+vocabulary (SCRATCH). BLEU of the test text. Seed s starts from the s-th model.
+
+Each method's learning rate is chosen first, with a quarter of the data, on the validation text, from the
+first model and with a seed that the report leaves out. A run that was stopped goes on where it was. The
+report:
+
+    python examples/reproduce/transfer.py --report model_cards/transfer
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import mae_translation
+from corpora import multi30k
+from experiment import Experiment, Phase
+from figures import draw_line, panels, save
+from runs import Results, Settings
+from scripts import TRAINER_FLAGS, Flags, run_script
+from summaries import best, by_seed, time_and_machine, with_deviation
+
+from hf_moa.markdown import table
+
+SEEDS = mae_translation.SEEDS
+FRACTIONS = (0.05, 0.1, 0.25, 0.5, 1.0)
+TUNING = {"fraction": 0.25, "seed": 0}
+PAIRS, BATCH, EPOCHS, LEAST_STEPS = 29_000, 64, 2, 200
+
+# name -> learning rates to choose from; NOFT has none
+METHODS: dict[str, tuple[float, ...]] = {
+    "NOFT": (),
+    "FTG": (3e-3, 1e-2),
+    "FTG+": (1e-3, 3e-3),
+    "LoRA": (1e-3, 3e-3),
+    "FTALL": (3e-4, 1e-3),
+    "SCRATCH": (1e-3, 2e-3),
+}
+
+
+def tuning_runs(results: Results) -> list[Settings]:
+    return [
+        {"method": method, "learning_rate": rate, **TUNING}
+        for method, rates in METHODS.items()
+        for rate in rates
+    ]
+
+
+def final_runs(results: Results) -> list[Settings]:
+    return [
+        {
+            "method": method,
+            "learning_rate": chosen_rate(results, method),
+            "fraction": fraction,
+            "seed": seed,
+        }
+        for seed in SEEDS
+        for method, rates in METHODS.items()
+        for fraction in (FRACTIONS if rates else (0.0,))
+    ]
+
+
+def chosen_rate(results: Results, method: str) -> float:
+    """The rate with the best validation BLEU of the tuning runs; 0 before the first, and of NOFT."""
+    found = best(results, "bleu", method=method, **TUNING)
+    return 0.0 if found is None else found["learning_rate"]
+
+
+def num_steps(fraction: float) -> int:
+    return max(LEAST_STEPS, round(EPOCHS * fraction * PAIRS / BATCH))
+
+
+def measure(settings: Settings, options: argparse.Namespace) -> dict:
+    """One run of `examples/run_translation.py`; of a tuning run, BLEU of the validation text."""
+    files = multi30k(options.data_dir, options.models_dir)
+    source = {"corpus": "tatoeba", "variant": "MAE-7", "seed": settings["seed"] or SEEDS[0]}
+    base = mae_translation.model_folder(options.models_dir, source)
+    text = "validation" if settings["seed"] == TUNING["seed"] else "test"
+    flags: Flags = {
+        **TRAINER_FLAGS,
+        **starting_point(settings["method"], base),
+        "train_source": files["train_source"],
+        "train_target": files["train_target"],
+        "test_source": files[f"{text}_source"],
+        "test_target": files[f"{text}_target"],
+        "max_source_length": 64,
+        "max_target_length": 64,
+        "do_predict": True,
+        "predict_with_generate": True,
+        "num_beams": 5,
+        "per_device_eval_batch_size": 100,
+        "seed": settings["seed"],
+    }
+    if settings["method"] != "NOFT":
+        flags |= {
+            "do_train": True,
+            "max_train_samples": round(settings["fraction"] * PAIRS),
+            "max_steps": num_steps(settings["fraction"]),
+            "learning_rate": settings["learning_rate"],
+            "warmup_steps": 0.1,
+            "lr_scheduler_type": "cosine",
+            "label_smoothing_factor": 0.1,
+            "per_device_train_batch_size": BATCH,
+            "train_sampling_strategy": "group_by_length",
+        }
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_script("run_translation", flags, folder)
+    return {
+        "bleu": found["predict_bleu"],
+        "loss": found["predict_loss"],
+        "trainable_parameters": found.get("trainable_parameters", 0),
+    }
+
+
+def starting_point(method: str, base: Path) -> Flags:
+    """The pretrained model, or one of its config and vocabulary; and what of it is trained."""
+    if method == "SCRATCH":
+        return {"config_name": base, "tokenizer_name": base, "mae_training": "joint"}
+    adapters = {"FTG": "ftg", "FTG+": "ftg+", "LoRA": "lora"}
+    return {
+        "model_name_or_path": base,
+        "adapter": adapters.get(method, "none"),
+        "mae_training": "joint",
+    }
+
+
+def report(results: Results, folder: Path) -> str:
+    """Tables in Markdown; the figure is written to `folder`."""
+    draw(results, folder / "bleu.svg")
+    rows = []
+    for method, rates in METHODS.items():
+        found = results.find(method=method)
+        size = f"{found[0]['measured']['trainable_parameters']:,}" if found else "-"
+        if rates:
+            values = [bleus(results, method, fraction) for fraction in FRACTIONS]
+        else:
+            values = [bleus(results, method, 0.0)] * len(FRACTIONS)
+        rate = f"{chosen_rate(results, method):g}" if rates else ""
+        rows.append([method, size, rate, *(with_deviation(each) for each in values)])
+    heads = ["method", "trained parameters", "learning rate", *(f"{f:.0%}" for f in FRACTIONS)]
+    return f"{table(heads, rows)}\n\n{time_and_machine(results)}"
+
+
+def bleus(results: Results, method: str, fraction: float) -> list[float]:
+    rate = chosen_rate(results, method)
+    found = by_seed(results, "bleu", method=method, fraction=fraction, learning_rate=rate)
+    return [value for seed, value in found.items() if seed in SEEDS]
+
+
+def draw(results: Results, path: Path) -> None:
+    """BLEU against the share of the data, in the form of the paper's figure 2."""
+    figure, [axis] = panels(1)
+    for style, (method, rates) in enumerate(METHODS.items()):
+        points = [(100 * f, bleus(results, method, f if rates else 0.0)) for f in FRACTIONS]
+        draw_line(axis, points, style, label=method)
+    axis.set_xlabel("share of Multi30k's training data (%)")
+    axis.set_ylabel("BLEU")
+    save(figure, [axis], path)
+
+
+EXPERIMENT = Experiment(
+    name="transfer",
+    description=__doc__,
+    phases=(Phase("rates", tuning_runs, measure), Phase("fractions", final_runs, measure)),
+    report=report,
+    needed={
+        "data_dir": "folder of the corpora (see corpora.py)",
+        "models_dir": "of mae_translation.py",
+    },
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()

@@ -1,0 +1,135 @@
+"""What the experiments in translation share: a small T5 from English to German."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from corpora import multi30k, read_lines, tatoeba
+from scripts import Flags, merged, run_script
+
+CORPORA = {"multi30k": multi30k, "tatoeba": tatoeba}
+SIZE = {
+    "d_model": 128,
+    "d_kv": 16,
+    "num_heads": 8,
+    "d_ff": 512,
+    "num_layers": 3,
+    "dropout_rate": 0.1,
+}
+CHECKPOINT_EVERY = 100  # updates; the last 5 are averaged
+
+FLAGS: Flags = {
+    "model_type": "moa_t5",
+    "vocab_size": 4096,
+    "config_overrides": SIZE,
+    "max_source_length": 64,
+    "max_target_length": 64,
+    "num_beams": 5,
+    "learning_rate": 2e-3,
+    "num_warmup_steps": 400,
+    "lr_scheduler_type": "cosine",
+    "adam_beta2": 0.98,
+    "label_smoothing_factor": 0.1,
+    "per_device_train_batch_size": 64,
+    "per_device_eval_batch_size": 100,
+    "train_sampling_strategy": "group_by_length",
+    "mixed_precision": "bf16",
+    "checkpointing_steps": CHECKPOINT_EVERY,
+    "checkpoints_total_limit": 5,
+    "average_checkpoints": 5,
+    "resume_from_checkpoint": "latest",
+}
+
+
+def train_translation(
+    corpus: str,
+    flags: Flags,
+    *,
+    steps: int,
+    seed: int,
+    data_dir: str,
+    work_dir: str | Path,
+    folder: str | Path,
+    evaluate: bool = True,
+) -> dict[str, Any]:
+    """One run of `examples/run_translation_no_trainer.py`.
+
+    Args:
+        corpus: one of `CORPORA`.
+        flags: other than `FLAGS`.
+        data_dir: of the corpora.
+        work_dir: for corpora that have to be split.
+        folder: for the model; a run that was cut off there goes on.
+        evaluate: on the test text, in the end.
+
+    Returns:
+        What the script measured, and the `files`.
+    """
+    files = CORPORA[corpus](data_dir, work_dir)
+    flags = {
+        **merged(FLAGS, flags),
+        "train_source": files["train_source"],
+        "train_target": files["train_target"],
+        "max_train_steps": steps,
+        "seed": seed,
+    }
+    if evaluate:
+        flags |= {
+            "validation_source": files["test_source"],
+            "validation_target": files["test_target"],
+            "eval_steps": steps + 1,  # in the end alone
+        }
+    found = run_script("run_translation_no_trainer", flags, folder)
+    for checkpoint in Path(folder).glob("step_*"):
+        shutil.rmtree(checkpoint)
+    return {**found, "files": files}
+
+
+class Translator:
+    """Translations of a text, and their BLEU.
+
+    Args:
+        folder: of the tokenizer.
+        source, target: text files, line by line.
+        limit: lines to translate; default: all.
+    """
+
+    def __init__(
+        self, folder: str | Path, source: str, target: str, *, limit: int | None = None
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.sources, self.references = (
+            [line.strip() for line in read_lines(path)][:limit] for path in (source, target)
+        )
+
+    def translate(self, model: Any, **kwargs: Any) -> list[str]:
+        """Args: of `model.generate`; greedy unless they say otherwise."""
+        import torch
+
+        found = []
+        for i in range(0, len(self.sources), 100):
+            batch = self.tokenizer(
+                self.sources[i : i + 100],
+                padding=True,
+                truncation=True,
+                max_length=FLAGS["max_source_length"],
+                return_tensors="pt",
+            ).to(model.device)
+            with torch.no_grad():
+                ids = model.generate(
+                    batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    max_length=FLAGS["max_target_length"],
+                    **kwargs,
+                )
+            found += self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [text.strip() for text in found]
+
+    def bleu(self, model: Any, **kwargs: Any) -> float:
+        from sacrebleu.metrics import BLEU
+
+        return BLEU().corpus_score(self.translate(model, **kwargs), [self.references]).score

@@ -1,0 +1,303 @@
+"""One upcycled checkpoint at three budgets against the same model cut to fewer layers.
+
+A pretrained sentence encoder of 6 layers (MiniLM) is upcycled to MAE and CCT and finetuned once per
+task; its accuracy and its measured time at each budget stand beside those of three plain models: MiniLM
+itself, and MiniLM cut to 3 and to 2 of its layers (as Sanh et al. 2019 initialise DistilBERT, without
+their distillation), each finetuned by itself:
+
+    python examples/reproduce/upcycled_minilm.py --model_name_or_path $MINILM --data_dir $GLUE \
+        --models_dir runs/upcycled_minilm
+
+The learning rate of each model is chosen first, on a seed that the report leaves out. Times are
+Learning rates are chosen first, on a seed that the report leaves out. Times are measured in a phase of
+their own, which wants a machine that does nothing else (`--phases latency`). A run that was stopped goes
+on where it was. The report, once or while runs are under way:
+    python examples/reproduce/upcycled_minilm.py --report model_cards/upcycled_minilm
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiment import Experiment, Phase
+from figures import draw_line, panels, save
+from runs import Results, Settings
+from scripts import TRAINER_FLAGS, read_json, run_script
+from summaries import best, by_seed, with_deviation
+
+from hf_moa.markdown import table
+
+BUDGETS = (1.0, 0.5, 0.33)
+SEEDS = (1, 2, 3)
+TUNING_SEED = 0
+RATES = (5e-5, 1e-4, 2e-4)
+BATCH_SIZES = (1, 32)  # of the latency
+LATENCY_EXAMPLES = 64
+
+# training examples and epochs
+TASKS = {
+    "sst2": {"max_train_samples": 20_000, "num_train_epochs": 3},
+    "qnli": {"max_train_samples": 9_000, "num_train_epochs": 4},
+    "mnli": {"max_train_samples": 9_000, "num_train_epochs": 4},
+}
+# name -> the layers that stay
+CUT = {"6 layers": (0, 1, 2, 3, 4, 5), "3 layers": (0, 2, 4), "2 layers": (0, 3)}
+GATED = "CCT + MAE"
+MODELS = (*CUT, GATED)
+
+
+def tuning_runs(results: Results) -> list[Settings]:
+    return [
+        {"task": task, "model": model, "learning_rate": rate, "seed": TUNING_SEED}
+        for task in TASKS
+        for model in MODELS
+        for rate in RATES
+    ]
+
+
+def final_runs(results: Results) -> list[Settings]:
+    return [
+        {
+            "task": task,
+            "model": model,
+            "learning_rate": chosen_rate(results, task, model),
+            "seed": seed,
+        }
+        for seed in SEEDS
+        for task in TASKS
+        for model in MODELS
+    ]
+
+
+def chosen_rate(results: Results, task: str, model: str) -> float:
+    """The rate with the best accuracy of the tuning runs, of CCT's the mean over budgets; NaN before
+    the first."""
+    found = best(results, "mean_accuracy", task=task, model=model, seed=TUNING_SEED)
+    return float("nan") if found is None else found["learning_rate"]
+
+
+def latency_runs(results: Results) -> list[Settings]:
+    return [
+        {"task": task, "latency_of_batch": size, "seed": SEEDS[0]}
+        for task in TASKS
+        for size in BATCH_SIZES
+    ]
+
+
+def finetune(settings: Settings, options: argparse.Namespace) -> dict:
+    """One run of `examples/run_glue.py`. The models of the first seed are kept, to be timed."""
+    if settings["seed"] == SEEDS[0]:
+        folder = model_folder(options.models_dir, settings)
+        return _finetune(settings, options, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        return _finetune(settings, options, Path(folder))
+
+
+def model_folder(models_dir: str, settings: Settings) -> Path:
+    return Path(models_dir, settings["task"], settings["model"].replace(" ", ""))
+
+
+def _finetune(settings: Settings, options: argparse.Namespace, folder: Path) -> dict:
+    task, model = settings["task"], settings["model"]
+    flags = {
+        **TRAINER_FLAGS,
+        **TASKS[task],
+        "model_name_or_path": options.model_name_or_path,
+        "data_dir": options.data_dir,
+        "task_name": task,
+        "pad_to_max_length": False,
+        "do_train": True,
+        "do_eval": True,
+        "learning_rate": settings["learning_rate"],
+        "warmup_steps": 0.1,
+        "per_device_train_batch_size": 32,
+        "per_device_eval_batch_size": 64,
+        "train_sampling_strategy": "group_by_length",
+        "seed": settings["seed"],
+    }
+    if model == GATED:
+        flags |= {
+            "attention_type": "mae",
+            "mae_training": "joint",
+            "cct_budgets": BUDGETS,
+            "cct_noise_steps": -1,
+            "eval_budgets": True,
+        }
+    with tempfile.TemporaryDirectory() as cut:
+        if len(CUT.get(model, ())) < len(CUT["6 layers"]) and model != GATED:
+            keep_layers(options.model_name_or_path, CUT[model], cut)
+            flags["model_name_or_path"] = cut
+        measured = run_script("run_glue", flags, folder)
+    return read_run(measured, folder, task)
+
+
+def keep_layers(model_name_or_path: str, layers: tuple[int, ...], folder: str) -> None:
+    """Write the checkpoint with these of its layers alone to `folder`."""
+    from torch import nn
+    from transformers import AutoModel, AutoTokenizer
+
+    model = AutoModel.from_pretrained(model_name_or_path)
+    model.encoder.layer = nn.ModuleList(model.encoder.layer[i] for i in layers)
+    model.config.num_hidden_layers = len(layers)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_name_or_path).save_pretrained(folder)
+
+
+def read_run(measured: dict[str, Any], folder: Path, task: str) -> dict[str, Any]:
+    """Accuracy; with CCT, of each budget."""
+    run = {
+        "train_seconds": measured["train_runtime"],
+        "parameters": measured["trainable_parameters"],
+        "accuracy": measured["eval_accuracy"],
+    }
+    budgets = folder / f"budget_results_{task}.json"
+    if budgets.is_file():
+        for row in read_json(budgets):
+            run[f"accuracy at {row['budget']:g}"] = row["eval_accuracy"]
+            run[f"compute at {row['budget']:g}"] = row["compute_fraction"]
+    accuracies = [value for name, value in run.items() if name.startswith("accuracy at")]
+    run["mean_accuracy"] = sum(accuracies) / len(accuracies) if accuracies else run["accuracy"]
+    return run
+
+
+def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds per example for the first development examples in batches, by model and budget."""
+    import torch
+    from run_glue import AutoModelForSequenceClassification
+
+    from hf_moa.timing import compare
+
+    folders = {m: model_folder(options.models_dir, {**settings, "model": m}) for m in MODELS}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batches = development_batches(settings, options, folders[GATED], device)
+    candidates = {}
+    for name, folder in folders.items():
+        model = AutoModelForSequenceClassification.from_pretrained(folder).to(device).eval()
+        for column, budget in columns(name).items():
+            kwargs = {} if budget is None else {"budget": budget}
+            candidates[column] = partial(_run_all, model, batches, kwargs)
+    with torch.inference_mode():
+        times = compare(candidates, turns=11, title="latency")
+    return {time.name: time.value / LATENCY_EXAMPLES for time in times}
+
+
+def columns(model: str) -> dict[str, float | None]:
+    """What the report calls a model at each of its budgets -> the budget."""
+    return {f"{model} at {b:g}": b for b in BUDGETS} if model == GATED else {model: None}
+
+
+def _run_all(model: Callable[..., Any], batches: list[dict], kwargs: dict[str, Any]) -> None:
+    for batch in batches:
+        model(**batch, **kwargs)
+
+
+def development_batches(
+    settings: Settings, options: argparse.Namespace, tokenizer: Path, device: str
+) -> list[dict]:
+    from run_glue import GLUE_TASKS, AutoTokenizer, load_glue_tsv
+
+    task, size = settings["task"], settings["latency_of_batch"]
+    split = load_glue_tsv(options.data_dir, task)[
+        "validation_matched" if task == "mnli" else "validation"
+    ]
+    rows = split[:LATENCY_EXAMPLES]
+    texts = [rows[name] for name in GLUE_TASKS[task].text_columns]
+    tokenize = partial(
+        AutoTokenizer.from_pretrained(tokenizer), padding=True, truncation=True, max_length=128
+    )
+    return [
+        dict(tokenize(*(t[i : i + size] for t in texts), return_tensors="pt").to(device))
+        for i in range(0, LATENCY_EXAMPLES, size)
+    ]
+
+
+def report(results: Results, folder: Path) -> str:
+    """Tables in Markdown; the figure is written to `folder`."""
+    draw(results, folder / "accuracy.svg")
+    return "\n\n".join(f"### {task.upper()}\n\n{task_table(results, task)}" for task in TASKS)
+
+
+def task_table(results: Results, task: str) -> str:
+    """Accuracy, share of the gated compute, and time, of each model and budget."""
+    latency = {size: latencies(results, task, size) for size in BATCH_SIZES}
+    full = next(iter(CUT))
+    rows = []
+    for model in MODELS:
+        rate = chosen_rate(results, task, model)
+        for column, budget in columns(model).items():
+            compute = computes(results, task, rate, budget)
+            times = [
+                f"{found[column]:.2f} ({found[full] / found[column]:.2f}x)" if found else "-"
+                for found in latency.values()
+            ]
+            accuracy = accuracies(results, task, model, budget)
+            rows.append([column, with_deviation(accuracy), with_deviation(compute, "{:.2f}"), *times])
+    heads = [f"ms per example, batch {size} (speed-up)" for size in BATCH_SIZES]
+    return table(["model", "accuracy", "compute fraction", *heads], rows)
+
+
+def accuracies(results: Results, task: str, model: str, budget: float | None) -> list[float]:
+    """In per cent, of the seeds that the report shows."""
+    measure = "accuracy" if budget is None else f"accuracy at {budget:g}"
+    rate = chosen_rate(results, task, model)
+    found = by_seed(results, measure, task=task, model=model, learning_rate=rate)
+    return [100 * value for seed, value in found.items() if seed in SEEDS]
+
+
+def computes(results: Results, task: str, rate: float, budget: float | None) -> list[float]:
+    if budget is None:
+        return []
+    measure = f"compute at {budget:g}"
+    found = by_seed(results, measure, task=task, model=GATED, learning_rate=rate)
+    return [value for seed, value in found.items() if seed in SEEDS]
+
+
+def latencies(results: Results, task: str, size: int) -> dict[str, float]:
+    rows = results.find(task=task, latency_of_batch=size)
+    return rows[-1]["measured"] if rows else {}
+
+
+def draw(results: Results, path: Path) -> None:
+    """Accuracy against time, batches of the largest size: the plain models, and one gated checkpoint."""
+    figure, axes = panels(len(TASKS))
+    for axis, task in zip(axes, TASKS, strict=True):
+        found = latencies(results, task, BATCH_SIZES[-1])
+        for style, (name, models) in enumerate(
+            {"MiniLM of 6, 3 and 2 layers": tuple(CUT), f"one checkpoint, {GATED}": (GATED,)}.items(), 1
+        ):
+            points = [
+                (found[column], accuracies(results, task, model, budget))
+                for model in models
+                for column, budget in columns(model).items()
+                if column in found
+            ]
+            draw_line(axis, points, style, label=name)
+        axis.set_title(task.upper())
+        axis.set_xlabel(f"ms per example, batches of {BATCH_SIZES[-1]}")
+        axis.set_ylabel("development accuracy (%)")
+    save(figure, axes, path)
+
+
+EXPERIMENT = Experiment(
+    name="upcycled_minilm",
+    description=__doc__,
+    phases=(
+        Phase("rates", tuning_runs, finetune),
+        Phase("training", final_runs, finetune),
+        Phase("latency", latency_runs, measure_latency),
+    ),
+    report=report,
+    needed={
+        "model_name_or_path": "a pretrained BERT of 6 layers",
+        "data_dir": "folder of GLUE's published TSV files",
+        "models_dir": "where the models of the first seed are kept, to be timed",
+    },
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()

@@ -1,0 +1,290 @@
+"""The experiments of `examples/reproduce` end to end: tiny models, made-up texts, a few updates."""
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from test_run_glue import checkpoint, glue_dir  # noqa: F401 - fixtures
+
+FOLDER = Path(__file__).parents[2] / "examples" / "reproduce"
+WORDS = ["the", "small", "red", "dog", "cat", "sees", "runs", "jumps", "over", "a", "house", "now"]
+TINY_T5 = {"d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 1}
+
+
+@pytest.fixture
+def reproduce(monkeypatch):
+    """Imports a script of the folder, anew in each test."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = [path.stem for path in FOLDER.glob("*.py")]
+    for name in names:
+        sys.modules.pop(name, None)
+    yield importlib.import_module
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def sentences(count, seed):
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(3, 7))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("multi30k", "tatoeba-en-de", "wikitext-2"):
+        (folder / name).mkdir()
+    for seed, (stem, count) in enumerate({"train": 40, "val": 6, "test_2016_flickr": 6}.items()):
+        for language in ("en", "de"):
+            text = "\n".join(sentences(count, f"{seed}{language}")) + "\n"
+            (folder / "multi30k" / f"{stem}.{language}").write_text(text, encoding="utf-8")
+    pairs = [f"{i} {one}\t{i} {other}\tCC-BY" for i, (one, other) in enumerate(tatoeba_pairs())]
+    (folder / "tatoeba-en-de" / "deu.txt").write_text("\n".join(pairs) + "\n", encoding="utf-8")
+    for seed, stem in enumerate(("train", "valid", "test")):
+        text = "".join(f"{line}\n" for line in sentences(60, seed))
+        (folder / "wikitext-2" / f"{stem}.txt").write_text(text, encoding="utf-8")
+    return str(folder)
+
+
+def tatoeba_pairs():
+    return zip(sentences(60, "en"), sentences(60, "de"), strict=True)
+
+
+def rows_of(path):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def report_of(module, results, folder, capsys):
+    capsys.readouterr()
+    module.EXPERIMENT.main(["--report", str(folder), "--results", str(results)])
+    return capsys.readouterr().out
+
+
+def make_tiny(translation_runs):
+    translation_runs.FLAGS |= {
+        "vocab_size": 300,
+        "config_overrides": TINY_T5,
+        "checkpointing_steps": 1,
+        "checkpoints_total_limit": 2,
+        "average_checkpoints": 2,
+        "num_beams": 2,
+        "max_target_length": 12,
+        "per_device_train_batch_size": 8,
+    }
+
+
+@pytest.mark.slow
+def test_translation_specialisation_and_transfer(reproduce, data_dir, tmp_path, capsys):
+    """The three that build on each other's models."""
+    make_tiny(reproduce("translation_runs"))
+    training = reproduce("mae_translation")
+    for name in set(training.VARIANTS) - {"BASE", "MAE-7"}:
+        del training.VARIANTS[name]
+    training.SEEDS, training.STEPS = (1,), {"multi30k": 3, "tatoeba": 3}
+    folders = ["--data_dir", data_dir, "--models_dir", str(tmp_path / "models")]
+    results = tmp_path / "training.jsonl"
+    training.EXPERIMENT.main([*folders, "--results", str(results)])
+    rows = rows_of(results)
+    assert len(rows) == 4
+    assert all(row["measured"]["loss"] > 0 for row in rows)
+    assert "| MAE-7 | 1 |" in report_of(training, results, tmp_path, capsys)
+    left = {path.name for path in (tmp_path / "models" / "tatoeba" / "MAE-7-1").iterdir()}
+    assert "model.safetensors" in left
+    assert not any(name.startswith("step_") for name in left)
+
+    specialisation = reproduce("specialisation")
+    results = tmp_path / "specialisation.jsonl"
+    specialisation.EXPERIMENT.main([*folders, "--results", str(results)])
+    rows = rows_of(results)
+    assert [row["settings"]["variant"] for row in rows] == ["MAE-7", "MAE-7"]
+    for row in rows:
+        assert 0 < row["measured"]["entropy"] <= 1.3863  # log 4
+        assert {"encoder entropy", "cross largest_share", "bleu argmax"} <= row["measured"].keys()
+        for layer in row["measured"]["shares"]:
+            assert sum(share for [share] in layer["share"]) == pytest.approx(1)
+    assert "| cross | 1 |" in report_of(specialisation, results, tmp_path, capsys)
+
+    transfer = reproduce("transfer")
+    transfer.SEEDS, transfer.FRACTIONS, transfer.PAIRS, transfer.LEAST_STEPS = (1,), (0.5,), 40, 2
+    transfer.METHODS |= {name: rates[:1] for name, rates in transfer.METHODS.items()}
+    results = tmp_path / "transfer.jsonl"
+    transfer.EXPERIMENT.main([*folders, "--results", str(results)])
+    rows = rows_of(results)
+    assert len(rows) == 5 + 6  # learning rates; methods
+    sizes = {row["settings"]["method"]: row["measured"]["trainable_parameters"] for row in rows}
+    assert sizes["NOFT"] == 0 < sizes["FTG"] < sizes["FTG+"] < sizes["FTALL"] == sizes["SCRATCH"]
+    assert "| LoRA |" in report_of(transfer, results, tmp_path, capsys)
+    assert (tmp_path / "bleu.svg").is_file()
+
+
+@pytest.mark.slow
+def test_cct_translation(reproduce, data_dir, tmp_path, capsys):
+    make_tiny(reproduce("translation_runs"))
+    module = reproduce("cct_translation")
+    module.SEEDS, module.STEPS, module.LATENCY_SENTENCES = (1,), 3, 4
+    for flags in module.PLAIN.values():
+        flags["config_overrides"] |= {"num_heads": 2, "d_ff": 32}
+    folders = ["--data_dir", data_dir, "--models_dir", str(tmp_path / "models")]
+    results = tmp_path / "results.jsonl"
+    module.EXPERIMENT.main([*folders, "--results", str(results)])
+    rows = rows_of(results)
+    assert len(rows) == 8 + 1
+    gated = next(row["measured"] for row in rows if row["settings"].get("variant") == "CCT")
+    assert {f"bleu at {b}" for b in ("1", "0.5", "0.33", "0.2")} < gated.keys()
+    assert 0 <= gated["compute at 0.2"] <= 1
+    assert "| CCT, 1 part at 0.2 |" in report_of(module, results, tmp_path, capsys)
+    assert set(rows[-1]["measured"]) == {*module.PLAIN, *(f"CCT at {b:g}" for b in module.BUDGETS)}
+
+
+@pytest.mark.slow
+def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
+    make_tiny(reproduce("translation_runs"))
+    module = reproduce("moa_scaling")
+    module.SEEDS, module.STEPS = (1,), {"masked": 2, "translation": 3}
+    module.MASKED |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
+    module.MASKED["config_overrides"] |= {"num_hidden_layers": 1}
+    module.VARIANTS["translation"] = {"MoA 8K16E": module.moa(16, {"d_kv": 4})}
+    module.VARIANTS["translation"]["MoA 8K16E"]["num_attention_heads"] = 4
+    for name in ("MoA 8 of 16", "MoA 8 of 64", "MoA 8 of 32, no z loss"):
+        del module.VARIANTS["masked"][name]
+    module.EXPERTS = (8, 32)
+    results = tmp_path / "results.jsonl"
+    module.EXPERIMENT.main(
+        ["--data_dir", data_dir, "--work_dir", str(tmp_path / "w"), "--results", str(results)]
+    )
+    measured = {row["settings"]["variant"]: row["measured"] for row in rows_of(results)}
+    assert len(measured) == 6
+    assert "load_cv" not in measured["MHA"]
+    assert measured["MoA 8 of 8"]["load_max"] == pytest.approx(1)
+    assert measured["MoA 8 of 32"]["load_max"] > 1
+    sizes = [measured[name]["attention_flops"] for name in ("MHA", "MoA 8 of 8", "MoA 8 of 32")]
+    assert max(sizes) < 1.1 * min(sizes)
+    assert "| MoA 8 of 32, neither |" in report_of(module, results, tmp_path, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["noisy_top_k", "mae_language_modelling"])
+def test_language_models(reproduce, data_dir, tmp_path, capsys, name):
+    module = reproduce(name)
+    module.SEEDS = (1,)
+    module.FLAGS |= {"vocab_size": 300, "per_device_train_batch_size": 4}
+    module.FLAGS["config_overrides"] |= {"n_layer": 1, "n_positions": 16, "n_embd": 32}
+    if name == "noisy_top_k":
+        module.STEPS = 2
+    else:
+        module.FLAGS |= {"max_train_samples": 8, "num_train_epochs": 2}
+    results = tmp_path / "results.jsonl"
+    module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
+    rows = rows_of(results)
+    assert [row["settings"]["variant"] for row in rows] == list(module.VARIANTS)
+    assert all(row["measured"]["perplexity"] > 1 for row in rows)
+    gated = "load_cv" if name == "noisy_top_k" else "entropy"
+    assert sum(gated in row["measured"] for row in rows) == len(rows) - (name != "noisy_top_k")
+    assert report_of(module, results, tmp_path, capsys).count("| 1 |") == len(rows)
+
+
+@pytest.mark.slow
+def test_upcycled_checkpoint_against_fewer_layers(
+    reproduce,
+    checkpoint,  # noqa: F811
+    glue_dir,  # noqa: F811
+    tmp_path,
+    capsys,
+):
+    module = reproduce("upcycled_minilm")
+    module.SEEDS, module.RATES, module.LATENCY_EXAMPLES = (1,), (1e-4,), 4
+    for task in set(module.TASKS) - {"mrpc"}:
+        del module.TASKS[task]
+    module.TASKS["mrpc"] = {"max_train_samples": 16, "num_train_epochs": 1}
+    for name, layers in {"6 layers": (0, 1), "3 layers": (1,), "2 layers": (0,)}.items():
+        module.CUT[name] = layers
+    results = tmp_path / "results.jsonl"
+    argv = ["--model_name_or_path", checkpoint, "--data_dir", glue_dir, "--results", str(results)]
+    module.EXPERIMENT.main([*argv, "--models_dir", str(tmp_path / "models")])
+    rows = rows_of(results)
+    assert len(rows) == 4 + 4 + 2  # learning rates; models; latencies
+    gated = next(row["measured"] for row in rows if row["settings"].get("model") == module.GATED)
+    assert 0 <= gated["accuracy at 0.33"] <= 1
+    assert set(rows[-1]["measured"]) == {*module.CUT, *module.columns(module.GATED)}
+    plain = [row["measured"] for row in rows if row["settings"].get("model") in module.CUT][:3]
+    assert plain[0]["parameters"] > plain[1]["parameters"] == plain[2]["parameters"]
+    assert "| CCT + MAE at 0.33 |" in report_of(module, results, tmp_path, capsys)
+    assert (tmp_path / "accuracy.svg").is_file()
+
+
+# --- what they share ------------------------------------------------------------------------------
+
+
+def test_no_source_is_in_two_splits(reproduce):
+    corpora = reproduce("corpora")
+    pairs = [(f"sentence {i // 3}", f"Satz {i}") for i in range(9_000)]
+    splits = corpora.split_by_source(pairs)
+    sources = {split: {source for source, _ in found} for split, found in splits.items()}
+    assert set.union(*sources.values()) == {source for source, _ in pairs}
+    assert sum(map(len, sources.values())) == 3_000
+    assert all(500 < len(splits[split]) < 1_500 for split in ("validation", "test"))
+    assert len(splits["test"]) == len(sources["test"])  # the first translation of each
+    assert len(splits["train"]) == 3 * len(sources["train"])
+    assert corpora.split_by_source(pairs) == splits
+
+
+def test_missing_files_are_named(reproduce, tmp_path):
+    with pytest.raises(ValueError, match=r"`data_dir` must hold multi30k/train.en or its .gz"):
+        reproduce("corpora").multi30k(str(tmp_path), tmp_path)
+
+
+def test_balance_by_hand(reproduce):
+    loads = {("encoder", 0): [0.5, 0.5, 0.0, 0.0], ("encoder", 1): [0.25, 0.25, 0.25, 0.25]}
+    rows = [
+        {"part": part, "layer": layer, "expert": expert, "load": load}
+        for (part, layer), values in loads.items()
+        for expert, load in enumerate(values)
+    ]
+    found = reproduce("gate_measures").balance({"expert_load": pd.DataFrame(rows)})
+    assert found == {"load_cv": 0.5, "load_max": 1.5, "unused": 0.25}
+
+
+def test_table_pairs_the_seeds(reproduce, tmp_path):
+    results = reproduce("runs").Results(tmp_path / "results.jsonl")
+    for variant, values in {"a": {1: 1.0, 2: 3.0}, "b": {2: 4.0, 1: 3.0, 3: 9.0}}.items():
+        for seed, value in values.items():
+            results.add({"variant": variant, "seed": seed}, {"score": value}, seconds=1)
+    summaries = reproduce("summaries")
+    table = summaries.variant_table(
+        results, ["a", "b", "c"], [summaries.Column("score", "score", paired=True)]
+    )
+    lines = table.splitlines()
+    assert lines[2] == "| a | 2 | 2.0 ± 1.4 | - |"
+    assert lines[3] == "| b | 3 | 5.3 ± 3.2 | +1.5 ± 0.7 |"  # 3 - 1 and 4 - 3
+    assert lines[4] == "| c | 0 | - | - |"
+
+
+def test_shards_make_all_runs_once(reproduce, tmp_path, capsys):
+    experiment = reproduce("experiment")
+    made = []
+
+    def measure(settings, options):
+        made.append(settings["seed"])
+        return {"score": settings["seed"]}
+
+    phases = (
+        experiment.Phase("first", lambda results: [{"seed": i} for i in range(5)], measure),
+        experiment.Phase("second", lambda results: [{"seed": len(results.rows)}], measure),
+    )
+    tested = experiment.Experiment(
+        name="tested", description="", phases=phases, report=lambda *_: "", needed={}
+    )
+    argv = ["--results", str(tmp_path / "results.jsonl"), "--shard"]
+    tested.main([*argv, "0/2"])
+    assert made == [0, 2, 4]
+    assert "2 runs of the phase 'first' are left to the other shards" in capsys.readouterr().out
+    tested.main([*argv, "1/2"])
+    assert made == [0, 2, 4, 1, 3]
+    tested.main([*argv, "0/2"])
+    assert made == [0, 2, 4, 1, 3, 5]
+    with pytest.raises(SystemExit):
+        tested.main([*argv, "2/2"])
+    assert "must be I/N with I < N" in capsys.readouterr().err
