@@ -1,0 +1,223 @@
+"""Finetunes a model on extractive question answering (SQuAD 1.1) with `MoaTrainer`: an ungated baseline,
+or a checkpoint converted to mixture-of-heads attention (MAE, MoA) and conditional computation (CCT).
+
+The flags are those of transformers' own `run_qa.py` where it has them, plus `GatingArguments` and
+`AdapterArguments`. From SQuAD's published files (without them, `--dataset_name rajpurkar/squad`):
+
+    python examples/run_qa.py --model_name_or_path bert-base-uncased --attention_type mae \
+        --cct_budgets 1 0.5 0.33 --cct_noise_steps -1 --eval_budgets \
+        --train_file train-v1.1.json --validation_file dev-v1.1.json --do_train --do_eval \
+        --learning_rate 3e-5 --num_train_epochs 2 --output_dir out/squad
+
+Exact match and F1 are those of SQuAD's own script, in per cent. The arguments can stand in one JSON file
+instead: `python examples/run_qa.py arguments.json`.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+from adapter_arguments import AdapterArguments, adapt
+from gating_arguments import (
+    GatingArguments,
+    check_budgets,
+    convert,
+    evaluate_at_budgets,
+    optional,
+)
+from peft import TaskType
+from question_answering import AnswerMetric, Features, read_squad
+from text_training import (
+    HubArguments,
+    check_counts,
+    find_checkpoint,
+    finish,
+    parse_arguments,
+    set_up_logging,
+    train,
+)
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerBase,
+    default_data_collator,
+    set_seed,
+)
+
+from hf_moa.training import MoaTrainer, MoaTrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ModelArguments(HubArguments):
+    """Which checkpoint and tokenizer to start from."""
+
+    model_name_or_path: str = field(
+        metadata={"help": "Path of a pretrained model, or its name on the Hub."}
+    )
+    tokenizer_name: str | None = optional("Path or name of the tokenizer, if not that of the model.")
+
+
+@dataclass
+class DataTrainingArguments:
+    """Which questions to train and evaluate on, and how they are prepared."""
+
+    dataset_name: str | None = optional("Data set of the Hub, instead of files.")
+    train_file: str | None = optional("Questions in SQuAD's form (version 1.1), plain or .gz.")
+    validation_file: str | None = optional("The same, to evaluate on.")
+    max_seq_length: int = field(
+        default=384, metadata={"help": "Tokens of a question with its context; longer ones are cut up."}
+    )
+    doc_stride: int = field(default=128, metadata={"help": "Tokens that two parts of a context share."})
+    pad_to_max_length: bool = field(
+        default=True,
+        metadata={"help": "Pad all texts to max_seq_length; false: to the longest of each batch."},
+    )
+    n_best_size: int = field(default=20, metadata={"help": "Starts and ends that are combined."})
+    max_answer_length: int = field(default=30, metadata={"help": "Tokens of an answer, at most."})
+    max_train_samples: int | None = optional("Train on the first so many questions only.")
+    max_eval_samples: int | None = optional("Evaluate on the first so many questions only.")
+
+    def __post_init__(self):
+        if (self.dataset_name is None) == (self.train_file is None and self.validation_file is None):
+            raise ValueError(
+                "Give either `dataset_name`, or `train_file` and `validation_file` (got "
+                f"{self.dataset_name!r}, {self.train_file!r} and {self.validation_file!r})."
+            )
+        check_counts(
+            self,
+            "doc_stride",
+            "n_best_size",
+            "max_answer_length",
+            "max_train_samples",
+            "max_eval_samples",
+        )
+        if not self.doc_stride < self.max_seq_length:
+            raise ValueError(
+                "`doc_stride` must be less than `max_seq_length` (got "
+                f"{self.doc_stride} and {self.max_seq_length})."
+            )
+
+
+def load_questions(
+    data_args: DataTrainingArguments, model_args: ModelArguments, split: str
+) -> datasets.Dataset:
+    """The first questions of a split, as many as the flags want."""
+    if data_args.dataset_name is not None:
+        questions = datasets.load_dataset(
+            data_args.dataset_name,
+            split=split,
+            cache_dir=model_args.cache_dir,
+            token=model_args.token,
+        )
+    else:
+        path = getattr(data_args, f"{split}_file")
+        if path is None:
+            raise ValueError(f"The {split} questions are needed: give `{split}_file`.")
+        questions = read_squad(path, f"{split}_file")
+    most = data_args.max_train_samples if split == "train" else data_args.max_eval_samples
+    return questions if most is None else questions.select(range(min(most, len(questions))))
+
+
+def make_features(
+    data_args: DataTrainingArguments, questions: datasets.Dataset, tokenizer: PreTrainedTokenizerBase
+) -> Features:
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"The tokenizer must be a fast one, which knows the places of its tokens (got "
+            f"{type(tokenizer).__name__})."
+        )
+    return Features(
+        questions,
+        tokenizer,
+        max_length=min(data_args.max_seq_length, tokenizer.model_max_length),
+        stride=data_args.doc_stride,
+        pad_to_max_length=data_args.pad_to_max_length,
+    )
+
+
+def check_arguments(training_args: MoaTrainingArguments) -> None:
+    grouped = training_args.train_sampling_strategy == "group_by_length"
+    if grouped and training_args.eval_strategy != "no":
+        raise ValueError(
+            "`train_sampling_strategy` group_by_length would change the order of what is evaluated on "
+            f"while training (got `eval_strategy` {training_args.eval_strategy}). Leave one of them out."
+        )
+
+
+def main(args: list[str] | None = None) -> None:
+    model_args, data_args, gating_args, adapter_args, training_args = parse_arguments(
+        args,
+        ModelArguments,
+        DataTrainingArguments,
+        GatingArguments,
+        AdapterArguments,
+        MoaTrainingArguments,
+    )
+    set_up_logging(training_args, logger)
+    check_arguments(training_args)
+    checkpoint = find_checkpoint(training_args)
+
+    # The model comes right after the seed, so that variants draw the same head.
+    set_seed(training_args.seed)
+    model = AutoModelForQuestionAnswering.from_pretrained(
+        model_args.model_name_or_path, **model_args.hub_kwargs()
+    )
+    model = convert(model, gating_args)
+    check_budgets(gating_args, model)
+    model = adapt(
+        model, adapter_args, TaskType.QUESTION_ANS, Path(training_args.output_dir, "base_model")
+    )
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.tokenizer_name or model_args.model_name_or_path, **model_args.hub_kwargs()
+    )
+
+    def prepare(split: str) -> Features:
+        return make_features(data_args, load_questions(data_args, model_args, split), tokenizer)
+
+    training = validation = metric = None
+    if training_args.do_train:
+        training = prepare("train")
+    if training_args.do_eval or gating_args.eval_budgets:
+        validation = prepare("validation")
+        metric = AnswerMetric(
+            validation,
+            n_best_size=data_args.n_best_size,
+            max_answer_length=data_args.max_answer_length,
+        )
+    trainer = MoaTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=None if training is None else training.dataset,
+        eval_dataset=None if validation is None else validation.dataset,
+        compute_metrics=metric,
+        processing_class=tokenizer,
+        data_collator=default_data_collator
+        if data_args.pad_to_max_length
+        else DataCollatorWithPadding(tokenizer),
+    )
+    if training is not None:
+        train(trainer, checkpoint)
+    # the metric wants the order of the windows
+    trainer.args.train_sampling_strategy = "random"
+    if training_args.do_eval:
+        metrics = {**trainer.evaluate(), "eval_samples": len(validation.questions)}
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    if gating_args.eval_budgets:
+        evaluate_at_budgets(trainer, {"squad": validation.dataset})
+    finish(
+        trainer,
+        finetuned_from=model_args.model_name_or_path,
+        tasks="question-answering",
+        language="en",
+        dataset="SQuAD",
+        dataset_tags="rajpurkar/squad",
+    )
+
+
+if __name__ == "__main__":
+    main()
