@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from test_run_glue import checkpoint, glue_dir  # noqa: F401 - fixtures
+from test_run_qa import squad as squad_file
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reproduce"
 WORDS = ["the", "small", "red", "dog", "cat", "sees", "runs", "jumps", "over", "a", "house", "now"]
@@ -213,6 +214,43 @@ def test_upcycled_checkpoint_against_fewer_layers(
     assert plain[0]["parameters"] > plain[1]["parameters"] == plain[2]["parameters"]
     assert "| CCT + MAE at 0.33 |" in report_of(module, results, tmp_path, capsys)
     assert (tmp_path / "accuracy.svg").is_file()
+
+
+@pytest.mark.slow
+def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):  # noqa: F811
+    module = reproduce("cct_bert")
+    module.SEEDS, module.STEPS, module.LENGTH, module.LATENCY_BATCH = (1,), 2, 32, 2
+    for name in ("plain, 3 layers", "plain, 2 layers"):
+        del module.VARIANTS[name]
+    module.PRETRAINING |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
+    module.PRETRAINING["config_overrides"] |= {"num_hidden_layers": 2}
+    module.FINETUNING |= {"max_seq_length": 16}
+    task = {"max_train_samples": 8, "num_train_epochs": 1}
+    squad = {**module.TASKS["squad"][1], **task, "doc_stride": 2}
+    module.TASKS = {"mrpc": ("accuracy", task), "squad": ("f1", squad)}
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "wikitext-2").symlink_to(Path(data_dir, "wikitext-2"))
+    (data / "glue").symlink_to(glue_dir)
+    (data / "squad").mkdir()
+    for split in ("train", "dev"):
+        (data / "squad" / f"{split}-v1.1.json").write_text(json.dumps(squad_file(8)), encoding="utf-8")
+    results = tmp_path / "results.jsonl"
+    folders = ["--data_dir", str(data), "--models_dir", str(tmp_path / "models")]
+    module.EXPERIMENT.main([*folders, "--results", str(results)])
+    rows = rows_of(results)
+    assert len(rows) == 3 + 3 * 2 + 1
+    gated = [row for row in rows if row["settings"].get("variant") == "CCT"]
+    assert gated[0]["measured"].keys() == {f"perplexity at {b:g}" for b in module.BUDGETS}
+    for row in gated[1:]:
+        assert {"score at 1", "compute at 0.2"} < row["measured"].keys()
+    assert set(rows[-1]["measured"]) == {
+        "plain, 6 layers",
+        "plain, 1 layer",
+        *(f"CCT at {b:g}" for b in module.BUDGETS),
+    }
+    assert "| CCT at 0.33 |" in report_of(module, results, tmp_path, capsys)
+    assert (tmp_path / "scores.svg").is_file()
 
 
 # --- what they share ------------------------------------------------------------------------------

@@ -1,0 +1,265 @@
+"""CCT in BERT: quality against computation, in pretraining and finetuning. Bapna et al. 2020, section 5.
+
+    python examples/reproduce/cct_bert.py --data_dir data --models_dir runs/cct_bert
+
+One gated model (CCT) is pretrained on WikiText-2 and finetuned on SST-2, CoLA, MNLI and SQuAD, each time
+for all budgets at once: 1, 0.5, 0.33 and 0.2. Beside it stand plain models with fewer layers, whose
+computation is about that share, each pretrained and finetuned by itself. Perplexity of masked tokens,
+development scores of the tasks, what was computed, and in a phase of its own, which wants a machine that
+does nothing else, the time of a forward pass (`--phases latency`).
+
+The folder has GLUE's published files in `glue` and SQuAD's in `squad` (`corpora.py`). A run that was
+stopped goes on where it was. The report:
+
+    python examples/reproduce/cct_bert.py --report model_cards/cct_bert
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from corpora import find_file, wikitext2
+from experiment import Experiment, Phase
+from figures import draw_line, panels, save
+from gate_measures import load_model
+from runs import Results, Settings
+from scripts import TRAINER_FLAGS, Flags, merged, read_json, run_script
+from summaries import by_seed, time_and_machine, with_deviation
+
+from hf_moa.markdown import table
+
+SEEDS = (1, 2, 3)
+STEPS = 3_000  # of pretraining
+BUDGETS = (1.0, 0.5, 0.33, 0.2)
+LENGTH = 128
+LATENCY_BATCH = 32
+
+CCT = "CCT"
+VARIANTS: dict[str, Flags] = {
+    "plain, 6 layers": {"config_overrides": {"num_hidden_layers": 6}},
+    "plain, 3 layers": {"config_overrides": {"num_hidden_layers": 3}},
+    "plain, 2 layers": {"config_overrides": {"num_hidden_layers": 2}},
+    # a wider feed-forward layer makes it a fifth
+    "plain, 1 layer": {"config_overrides": {"num_hidden_layers": 1, "intermediate_size": 640}},
+    CCT: {"cct_budgets": (1, 1, *BUDGETS), "cct_noise_steps": -1},
+}
+PRETRAINING: Flags = {
+    "model_type": "moa_bert",
+    "attention_type": "mha",
+    "vocab_size": 8192,
+    "config_overrides": {
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "intermediate_size": 512,
+        "max_position_embeddings": LENGTH,
+        "pre_norm": True,
+    },
+    "max_seq_length": LENGTH,
+    "learning_rate": 2e-3,
+    "num_warmup_steps": 300,
+    "lr_scheduler_type": "cosine",
+    "weight_decay": 0.01,
+    "per_device_train_batch_size": 32,
+    "per_device_eval_batch_size": 64,
+    "mixed_precision": "bf16",
+}
+# task -> its measure, and flags
+TASKS: dict[str, tuple[str, Flags]] = {
+    "sst2": ("accuracy", {"max_train_samples": 10_000, "num_train_epochs": 3}),
+    "cola": ("matthews_correlation", {"num_train_epochs": 4}),
+    "mnli": ("accuracy", {"max_train_samples": 9_000, "num_train_epochs": 4}),
+    "squad": (
+        "f1",
+        {
+            "max_train_samples": 12_000,
+            "num_train_epochs": 2,
+            "doc_stride": 32,
+            "max_eval_samples": 2_000,
+        },
+    ),
+}
+FINETUNING: Flags = {
+    **TRAINER_FLAGS,
+    "do_train": True,
+    "do_eval": True,
+    "max_seq_length": LENGTH,
+    "pad_to_max_length": False,
+    "learning_rate": 5e-4,
+    "warmup_steps": 0.1,
+    "per_device_train_batch_size": 32,
+    "per_device_eval_batch_size": 64,
+    "train_sampling_strategy": "group_by_length",
+}
+
+
+def pretraining_runs(results: Results) -> list[Settings]:
+    return [{"variant": variant, "steps": STEPS, "seed": seed} for seed in SEEDS for variant in VARIANTS]
+
+
+def finetuning_runs(results: Results) -> list[Settings]:
+    return [{**run, "task": task} for run in pretraining_runs(results) for task in TASKS]
+
+
+def latency_runs(results: Results) -> list[Settings]:
+    return [{"latency_of_batch": LATENCY_BATCH, "seed": SEEDS[0]}]
+
+
+def model_folder(models_dir: str, settings: Settings) -> Path:
+    name = settings["variant"].replace(",", "").replace(" ", "-")
+    return Path(models_dir, f"{name}-{settings['seed']}")
+
+
+def budgets_of(variant: str) -> tuple[float | None, ...]:
+    return BUDGETS if variant == CCT else (None,)
+
+
+def pretrain(settings: Settings, options: argparse.Namespace) -> dict:
+    """One run of `examples/run_mlm_no_trainer.py`."""
+    files = wikitext2(options.data_dir)
+    flags = {
+        **merged(PRETRAINING, VARIANTS[settings["variant"]]),
+        "train_file": files["train"],
+        "validation_file": files["test"],
+        "max_train_steps": settings["steps"],
+        "eval_steps": settings["steps"] + 1,  # in the end alone
+        "seed": settings["seed"],
+    }
+    found = run_script("run_mlm_no_trainer", flags, model_folder(options.models_dir, settings))
+    names = {b: "" if b is None else f"_at_{b:g}" for b in budgets_of(settings["variant"])}
+    return {named("perplexity", b): found[f"perplexity{name}"] for b, name in names.items()}
+
+
+def named(measure: str, budget: float | None) -> str:
+    return measure if budget is None else f"{measure} at {budget:g}"
+
+
+def finetune(settings: Settings, options: argparse.Namespace) -> dict:
+    """One run of `examples/run_glue.py` or `examples/run_qa.py`."""
+    task, data = settings["task"], Path(options.data_dir)
+    measure, flags = TASKS[task]
+    flags = {
+        **FINETUNING,
+        **flags,
+        "model_name_or_path": model_folder(options.models_dir, settings),
+        "seed": settings["seed"],
+    }
+    if task == "squad":
+        flags |= {
+            "train_file": find_file(data / "squad", "train-v1.1.json"),
+            "validation_file": find_file(data / "squad", "dev-v1.1.json"),
+        }
+    else:
+        flags |= {"data_dir": data / "glue", "task_name": task}
+    if settings["variant"] == CCT:
+        flags |= {"cct_noise_steps": -1, "eval_budgets": True}
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_script("run_qa" if task == "squad" else "run_glue", flags, folder)
+        if settings["variant"] != CCT:
+            return {"score": found[f"eval_{measure}"]}
+        measured = {}
+        for row in read_json(Path(folder, f"budget_results_{task}.json")):
+            measured[named("score", row["budget"])] = row[f"eval_{measure}"]
+            measured[named("compute", row["budget"])] = row["compute_fraction"]
+        return measured
+
+
+def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a forward pass over lines of the test text, by variant and budget."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from hf_moa.timing import compare
+
+    text = Path(wikitext2(options.data_dir)["test"]).read_text(encoding="utf-8").split()
+    words = LENGTH // 2
+    rows = [" ".join(text[i * words : (i + 1) * words]) for i in range(settings["latency_of_batch"])]
+    candidates = {}
+    for variant in VARIANTS:
+        folder = model_folder(options.models_dir, {**settings, "variant": variant})
+        model = load_model(folder).base_model
+        batch = AutoTokenizer.from_pretrained(folder)(
+            rows, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"
+        )
+        for budget in budgets_of(variant):
+            chosen = {} if budget is None else {"budget": budget}
+            candidates[named(variant, budget)] = partial(model, **batch, **chosen)
+    with torch.inference_mode():
+        times = compare(candidates, turns=11, title="latency")
+    return {time.name: time.value for time in times}
+
+
+def report(results: Results, folder: Path) -> str:
+    """A table in Markdown; the figure is written to `folder`."""
+    draw(results, folder / "scores.svg")
+    rows = results.find(latency_of_batch=LATENCY_BATCH)
+    latency = rows[-1]["measured"] if rows else {}
+    lines = []
+    for variant in VARIANTS:
+        for budget in budgets_of(variant):
+            name = named(variant, budget)
+            find = {"variant": variant, "steps": STEPS}
+            perplexity = by_seed(results, named("perplexity", budget), **find)
+            cells = [with_deviation(perplexity.values())]
+            for task in TASKS:
+                cells.append(with_deviation(scores(results, task, variant, budget)))
+            compute = by_seed(results, named("compute", budget), task="sst2", **find)
+            cells += [with_deviation(compute.values(), "{:.2f}")]
+            cells += [f"{latency[name]:.1f}" if name in latency else "-"]
+            lines.append([name, *cells])
+    heads = ["model", "perplexity", *(f"{t.upper()}, {m}" for t, (m, _) in TASKS.items())]
+    heads += ["compute fraction (SST-2)", f"ms per {LATENCY_BATCH} rows"]
+    return f"{table(heads, lines)}\n\n{time_and_machine(results, steps=STEPS)}"
+
+
+def scores(results: Results, task: str, variant: str, budget: float | None) -> list[float]:
+    """In per cent."""
+    scale = 1 if task == "squad" else 100
+    found = by_seed(results, named("score", budget), task=task, variant=variant, steps=STEPS)
+    return [scale * value for value in found.values()]
+
+
+def draw(results: Results, path: Path) -> None:
+    """Scores against the time of a forward pass."""
+    rows = results.find(latency_of_batch=LATENCY_BATCH)
+    latency: dict[str, Any] = rows[-1]["measured"] if rows else {}
+    figure, axes = panels(len(TASKS))
+    for axis, (task, (measure, _)) in zip(axes, TASKS.items(), strict=True):
+        plain = [v for v in VARIANTS if v != CCT]
+        for style, (name, variants) in enumerate(
+            {"plain, each by itself": plain, "one model with CCT": [CCT]}.items()
+        ):
+            points = [
+                (latency[named(variant, budget)], scores(results, task, variant, budget))
+                for variant in variants
+                for budget in budgets_of(variant)
+                if named(variant, budget) in latency
+            ]
+            draw_line(axis, points, style, label=name)
+        axis.set_title(task.upper())
+        axis.set_xlabel(f"ms per {LATENCY_BATCH} rows of {LENGTH} tokens")
+        axis.set_ylabel(f"{measure} (%)")
+    save(figure, axes, path)
+
+
+EXPERIMENT = Experiment(
+    name="cct_bert",
+    description=__doc__,
+    phases=(
+        Phase("pretraining", pretraining_runs, pretrain),
+        Phase("finetuning", finetuning_runs, finetune),
+        Phase("latency", latency_runs, measure_latency),
+    ),
+    report=report,
+    needed={
+        "data_dir": "folder of the corpora (see corpora.py)",
+        "models_dir": "where the pretrained models are kept",
+    },
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()
