@@ -26,15 +26,23 @@ class Vocabulary:
         self._kind_of = kind_of
         # byte-level and SentencePiece vocabularies mark beginnings of words, WordPiece the others
         tokens = [] if tokenizer is None else list(tokenizer.get_vocab())
+        self._is_byte_level = any(token.startswith("Ġ") for token in tokens)
         self._marks_words = any(token.startswith(_WORD_BOUNDARIES) for token in tokens) and not any(
             token.startswith("##") and len(token) > 2 for token in tokens
         )
 
     def name(self, token_id: int) -> str:
+        """The token as its vocabulary has it; one that is bytes as their text, if they are one."""
         if self.tokenizer is None:
             return str(token_id)
         token = self.tokenizer.convert_ids_to_tokens(token_id)
-        return str(token_id) if token is None else token
+        if token is None:
+            return str(token_id)
+        if self._is_byte_level and not token.lstrip("Ġ").isascii() and token not in self._special_tokens:
+            text = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+            if text.strip(" ") and text.isprintable() and "\ufffd" not in text:
+                return "Ġ" * (len(text) - len(text.lstrip(" "))) + text.lstrip(" ")
+        return token
 
     def kind(self, token_id: int) -> str:
         token = self.name(token_id)
