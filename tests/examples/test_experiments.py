@@ -196,7 +196,8 @@ def test_upcycled_checkpoint_against_fewer_layers(
     capsys,
 ):
     module = reproduce("upcycled_minilm")
-    module.SEEDS, module.RATES, module.LATENCY_EXAMPLES = (1,), (1e-4,), 4
+    module.SEEDS, module.TUNING_TASK, module.LATENCY_EXAMPLES = (1,), "mrpc", 4
+    module.RATES = dict.fromkeys(module.MODELS, (1e-4,))
     for task in set(module.TASKS) - {"mrpc"}:
         del module.TASKS[task]
     module.TASKS["mrpc"] = {"max_train_samples": 16, "num_train_epochs": 1}
