@@ -200,7 +200,9 @@ def load_model(
             _new_config(model_args, gating_args, token_fields),
             trust_remote_code=model_args.trust_remote_code,
         )
-        logger.info(f"A new {type(model).__name__} with {model.num_parameters():,} parameters.")
+        # under DeepSpeed's ZeRO-3 each process holds a part of them
+        count = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        logger.info(f"A new {type(model).__name__} with {count:,} parameters.")
         return model
     config = {} if model_args.config_name is None else {"config": _named_config(model_args)}
     model = auto_class.from_pretrained(

@@ -4,17 +4,25 @@ import os
 import subprocess
 import sys
 
+# `accelerate launch --cpu` would start one process.
+DATA_PARALLEL = ("--multi_gpu", "--dynamo_backend", "no")
 
-def launch(script, *arguments, timeout=300):
-    """Two processes on the CPU: `accelerate launch --cpu` would start one."""
+
+def launch(script, *arguments, how=DATA_PARALLEL, environment=None, timeout=300):
+    """Run a script in two processes on the CPU.
+
+    Args:
+        how: options of `accelerate launch`.
+        environment: variables other than those of data parallelism.
+    """
     environment = os.environ | {
-        "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")]),
+        **({"ACCELERATE_USE_CPU": "true"} if environment is None else environment),
     }
     command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
-        *("--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"),
+        *(sys.executable, "-m", "accelerate.commands.launch", *how, "--num_processes", "2"),
+        *("--main_process_port", "0", "--mixed_precision", "no"),
         *(str(script), *map(str, arguments)),
     ]
     done = subprocess.run(

@@ -1,0 +1,73 @@
+"""The Accelerate scripts under DeepSpeed ZeRO-3, on two CPU processes (`pip install deepspeed`)."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate_runs import SCRIPTS, weights
+from launching import launch
+from script_runs import command_line
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_moa.quickstart.tokenizer import train_tokenizer
+
+pytest.importorskip("deepspeed")
+
+ZERO_3 = (
+    *("--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "false"),
+    *("--zero3_save_16bit_model", "true", "--gradient_clipping", "1.0"),
+)
+VARIANTS = {
+    "mae": {"attention_type": "mae", "mae_gate_dropout": 0},
+    "moa": {"attention_type": "moa", "num_attention_experts": 8},
+    "cct": {"cct_budgets": [1, 0.5], "cct_noise_max": 0},
+}
+
+
+def run_under_deepspeed(values):
+    wrapper = Path(__file__).with_name("deepspeed_on_cpu.py")
+    script = SCRIPTS["clm"].__file__
+    launch(*(wrapper, script, *command_line(values)), how=ZERO_3, environment={"DS_ACCELERATOR": "cpu"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_zero_3_is_data_parallelism_and_resumes_exactly(arguments, tmp_path, variant):
+    base = tmp_path / "base"
+    tokenizer = train_tokenizer(["a gate chooses some heads and skips the rest of them ."], 64)
+    tokenizer.eos_token = tokenizer.sep_token
+    tokenizer.save_pretrained(base)
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": len(tokenizer)}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    config = AutoConfig.for_model("moa_gpt2", **sizes, **VARIANTS[variant])
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+
+    values = arguments(
+        "clm",
+        model_type=None,
+        config_overrides=None,
+        model_name_or_path=base,
+        mae_training="joint" if variant == "mae" else None,
+        cct_noise_steps=-1 if variant == "cct" else None,
+        max_train_steps=4,
+        checkpointing_steps=2,
+        learning_rate=1e-3,
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=2,
+    )
+    parallel = {**values, "output_dir": tmp_path / "parallel"}
+    launch(SCRIPTS["clm"].__file__, *command_line(parallel))
+    sharded = {**values, "use_cpu": None, "output_dir": tmp_path / "sharded"}
+    run_under_deepspeed(sharded)
+    expected, found = weights(parallel), weights(sharded)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+    shutil.rmtree(tmp_path / "sharded" / "step_4")
+    (tmp_path / "sharded" / "model.safetensors").unlink()
+    run_under_deepspeed({**sharded, "resume_from_checkpoint": "latest"})
+    resumed = weights(sharded)
+    assert all(torch.equal(resumed[name], weight) for name, weight in found.items())
