@@ -7,7 +7,7 @@ import gzip
 import json
 import re
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -67,13 +67,18 @@ class Features:
         max_length: tokens of a window, the question included.
         stride: tokens that two windows of a context share.
         pad_to_max_length: pad all to `max_length`.
+        keep_places: keep `offsets`, which `AnswerMetric` needs.
 
     Attributes:
         dataset: the model's inputs, with `start_positions` and `end_positions` of the first answer in
             the window; those of the first token where the window does not hold it.
         question: for each window, the index of its question.
-        offsets: for each window and token, the `(start, end)` of its text in the context; None for a
-            token of the question and a special one.
+        offsets: for each window, an int array `[T, 2]`: where the text of each token is in the context;
+            (-1, -1) for a token of the question and a special one.
+
+    Raises:
+        ValueError: a question without an answer, or so long that a window has no more than `stride`
+            tokens for the context.
     """
 
     def __init__(
@@ -84,48 +89,91 @@ class Features:
         max_length: int,
         stride: int,
         pad_to_max_length: bool,
+        keep_places: bool = True,
     ):
         self.questions = questions
-        encoded = tokenizer(
-            list(questions["question"]),
-            list(questions["context"]),
-            truncation="only_second",
-            max_length=max_length,
-            stride=stride,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-            padding="max_length" if pad_to_max_length else False,
-        )
-        self.question: list[int] = encoded.pop("overflow_to_sample_mapping")
-        self.offsets = [
-            [
-                offset if part == 1 else None
-                for offset, part in zip(row, encoded.sequence_ids(i), strict=True)
+        self.question: list[int] = []
+        self.offsets: list[np.ndarray] = []
+
+        def to_windows(rows: dict[str, list], indices: list[int]) -> dict[str, list]:
+            asked = [question.lstrip() for question in rows["question"]]
+            _check_questions(asked, rows["answers"], tokenizer, max_length - stride)
+            encoded = tokenizer(
+                asked,
+                rows["context"],
+                truncation="only_second",
+                max_length=max_length,
+                stride=stride,
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+                padding="max_length" if pad_to_max_length else False,
+            )
+            rows_of = encoded.pop("overflow_to_sample_mapping")
+            offsets = [
+                np.array(
+                    [
+                        span if part == 1 else (-1, -1)
+                        for span, part in zip(spans, encoded.sequence_ids(i), strict=True)
+                    ],
+                    dtype=np.int32,
+                )
+                for i, spans in enumerate(encoded.pop("offset_mapping"))
             ]
-            for i, row in enumerate(encoded.pop("offset_mapping"))
-        ]
-        answers = questions["answers"]
-        places = [
-            answer_place(offsets, answers[question])
-            for offsets, question in zip(self.offsets, self.question, strict=True)
-        ]
-        starts, ends = zip(*places, strict=True)
-        self.dataset = Dataset.from_dict(
-            {**encoded, "start_positions": list(starts), "end_positions": list(ends)}
+            places = [
+                answer_place(offset, rows["answers"][row])
+                for offset, row in zip(offsets, rows_of, strict=True)
+            ]
+            self.question += [indices[row] for row in rows_of]
+            self.offsets += offsets if keep_places else []
+            starts, ends = zip(*places, strict=True)
+            return {**encoded, "start_positions": list(starts), "end_positions": list(ends)}
+
+        self.dataset = questions.map(
+            to_windows,
+            batched=True,
+            with_indices=True,
+            remove_columns=questions.column_names,
+            load_from_cache_file=False,  # what is kept here would be missing
+            desc="Tokenizing",
         )
 
 
-def answer_place(offsets: Sequence, answers: Mapping[str, list]) -> tuple[int, int]:
-    """First and last token of the first answer; (0, 0) where the window does not hold all of it."""
+def _check_questions(
+    questions: list[str],
+    answers: list[Mapping[str, list]],
+    tokenizer: PreTrainedTokenizerBase,
+    most: int,
+) -> None:
+    unanswered = sum(not answer["text"] for answer in answers)
+    if unanswered:
+        raise ValueError(
+            f"All questions must have an answer, as in SQuAD 1.1 (got {unanswered} without)."
+        )
+    lengths = [len(ids) for ids in tokenizer(questions, add_special_tokens=False)["input_ids"]]
+    longest = max(range(len(questions)), key=lengths.__getitem__)
+    room = most - tokenizer.num_special_tokens_to_add(pair=True)
+    if lengths[longest] >= room:
+        raise ValueError(
+            f"`max_seq_length` less `doc_stride` must leave room for the question (got one of "
+            f"{lengths[longest]} tokens, {questions[longest]!r}, for {room}): give a larger "
+            "`max_seq_length` or a smaller `doc_stride`."
+        )
+
+
+def answer_place(offsets: np.ndarray, answers: Mapping[str, list]) -> tuple[int, int]:
+    """First and last token of the first answer; (0, 0) where the window does not hold all of it.
+
+    Args:
+        offsets: `[T, 2]` of a window, as of `Features`.
+    """
     text = answers["text"][0]
     first = answers["answer_start"][0] + len(text) - len(text.lstrip())
     last = first + len(text.strip())
-    inside = [
-        i for i, span in enumerate(offsets) if span is not None and span[0] < last and span[1] > first
-    ]
-    if not inside or offsets[inside[0]][0] > first or offsets[inside[-1]][1] < last:
+    starts, ends = offsets.T
+    inside = np.flatnonzero((starts >= 0) & (starts < last) & (ends > first))
+    if not len(inside) or starts[inside[0]] > first or ends[inside[-1]] < last:
         return 0, 0
-    return inside[0], inside[-1]
+    return int(inside[0]), int(inside[-1])
 
 
 class AnswerMetric:
@@ -160,13 +208,13 @@ class AnswerMetric:
                 found[question] = (score, contexts[question][first:last])
         return [text for _, text in found]
 
-    def _best_span(self, offsets: list, start: np.ndarray, end: np.ndarray) -> tuple | None:
+    def _best_span(self, offsets: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple | None:
         """Score, and place in the context."""
-        allowed = np.array([span is not None for span in offsets])
+        allowed = offsets[:, 0] >= 0
         start, end = (np.where(allowed, logits[: len(offsets)], -np.inf) for logits in (start, end))
         firsts, lasts = (np.argsort(-logits)[: self.n_best_size] for logits in (start, end))
         spans = [
-            (start[i] + end[j], offsets[i][0], offsets[j][1])
+            (start[i] + end[j], offsets[i, 0], offsets[j, 1])
             for i in firsts
             for j in lasts
             if allowed[i] and allowed[j] and i <= j < i + self.max_answer_length

@@ -28,6 +28,7 @@ The arguments can stand in one JSON file instead: `python examples/run_glue.py a
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -227,11 +228,15 @@ def select_split(raw_datasets, split: str, max_samples: int | None):
     return dataset if max_samples is None else dataset.select(range(min(max_samples, len(dataset))))
 
 
-def split_names(task_name: str, split: str) -> dict[str, str]:
-    """Name for the results -> name of the split. MNLI has two sets to evaluate on."""
-    if task_name == "mnli" and split != "train":
-        return {"mnli": f"{split}_matched", "mnli-mm": f"{split}_mismatched"}
-    return {task_name: split}
+def split_names(task_name: str, split: str, available: Collection[str]) -> dict[str, str]:
+    """Name for the results -> name of the split. MNLI has two sets to evaluate on, if both are there."""
+    if task_name != "mnli" or split == "train":
+        return {task_name: split}
+    names = {"mnli": f"{split}_matched", "mnli-mm": f"{split}_mismatched"}
+    if names["mnli"] in available and names["mnli-mm"] not in available:
+        logger.warning(f"The data have no {names['mnli-mm']}: {names['mnli']} alone is used.")
+        del names["mnli-mm"]
+    return names
 
 
 def evaluate(trainer: Trainer, eval_sets: dict) -> None:
@@ -295,7 +300,7 @@ def main(args: list[str] | None = None) -> None:
             name: tokenize(
                 select_split(raw_datasets, part, max_samples), tokenizer, data_args, label_ids
             )
-            for name, part in split_names(data_args.task_name, split).items()
+            for name, part in split_names(data_args.task_name, split, raw_datasets).items()
         }
 
     train_sets = eval_sets = predict_sets = {}

@@ -123,7 +123,11 @@ def load_questions(
 
 
 def make_features(
-    data_args: DataTrainingArguments, questions: datasets.Dataset, tokenizer: PreTrainedTokenizerBase
+    data_args: DataTrainingArguments,
+    questions: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    keep_places: bool,
 ) -> Features:
     if not tokenizer.is_fast:
         raise ValueError(
@@ -136,6 +140,7 @@ def make_features(
         max_length=min(data_args.max_seq_length, tokenizer.model_max_length),
         stride=data_args.doc_stride,
         pad_to_max_length=data_args.pad_to_max_length,
+        keep_places=keep_places,
     )
 
 
@@ -176,7 +181,8 @@ def main(args: list[str] | None = None) -> None:
     )
 
     def prepare(split: str) -> Features:
-        return make_features(data_args, load_questions(data_args, model_args, split), tokenizer)
+        questions = load_questions(data_args, model_args, split)
+        return make_features(data_args, questions, tokenizer, keep_places=split == "validation")
 
     training = validation = metric = None
     if training_args.do_train:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def read_lines(path: str, flag: str) -> list[str]:
     if not Path(path).is_file():
         raise ValueError(f"`{flag}` must be a text file, plain or .gz (got {path}: no such file).")
     opened = gzip.open if path.endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8") as file:
+    with opened(path, "rt", encoding="utf-8-sig") as file:
         lines = list(file)
     if not lines:
         raise ValueError(f"`{flag}` must hold text (got {path}, which is empty).")
@@ -42,6 +43,7 @@ def read_rows(path: str, flag: str) -> list[dict]:
     """
     lines = read_lines(path, flag)
     if _kind(path) == ".csv":
+        csv.field_size_limit(sys.maxsize)
         rows = list(csv.DictReader(lines))
     elif lines[0].lstrip().startswith("["):
         rows = _parse(["".join(lines)], path, flag)[0]

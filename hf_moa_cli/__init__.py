@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except KeyboardInterrupt:
-        print("\nhf-moa: interrupted; the output folder is as it was before", file=sys.stderr)
+        print("\nhf-moa: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever reads, as `head`, has enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the interpreter's last flush

@@ -5,8 +5,9 @@
 One gated model (CCT) is pretrained on WikiText-2 and finetuned on SST-2, CoLA, MNLI and SQuAD, each time
 for all budgets at once: 1, 0.5, 0.33 and 0.2. Beside it stand plain models with fewer layers, whose
 computation is about that share, each pretrained and finetuned by itself. Perplexity of masked tokens,
-development scores of the tasks, what was computed, and in a phase of its own, which wants a machine that
-does nothing else, the time of a forward pass (`--phases latency`).
+development scores of the tasks, what was computed (of the part that gates can skip, and in all, control
+networks included), and in a phase of its own, which wants a machine that does nothing else, the time of
+a forward pass (`--phases latency`).
 
 The folder has GLUE's published files in `glue` and SQuAD's in `squad` (`corpora.py`). A run that was
 stopped goes on where it was. The report:
@@ -22,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corpora import find_file, wikitext2
+from corpora import find_file, read_lines, wikitext2
 from experiment import Experiment, Phase
 from figures import draw_line, panels, save
-from gate_measures import load_model
+from gate_measures import layer_flops, load_model
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, merged, read_json, run_script
 from summaries import by_seed, time_and_machine, with_deviation
@@ -58,6 +59,7 @@ PRETRAINING: Flags = {
         "intermediate_size": 512,
         "max_position_embeddings": LENGTH,
         "pre_norm": True,
+        "cct_gate_hidden_size": 16,  # an eighth of d, or the gates cost what they save
     },
     "max_seq_length": LENGTH,
     "learning_rate": 2e-3,
@@ -120,7 +122,7 @@ def budgets_of(variant: str) -> tuple[float | None, ...]:
 
 def pretrain(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_mlm_no_trainer.py`."""
-    files = wikitext2(options.data_dir)
+    files = wikitext2(options.data_dir, options.models_dir)
     flags = {
         **merged(PRETRAINING, VARIANTS[settings["variant"]]),
         "train_file": files["train"],
@@ -140,7 +142,7 @@ def named(measure: str, budget: float | None) -> str:
 
 def finetune(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_glue.py` or `examples/run_qa.py`."""
-    task, data = settings["task"], Path(options.data_dir)
+    task = settings["task"]
     measure, flags = TASKS[task]
     flags = {
         **FINETUNING,
@@ -148,24 +150,36 @@ def finetune(settings: Settings, options: argparse.Namespace) -> dict:
         "model_name_or_path": model_folder(options.models_dir, settings),
         "seed": settings["seed"],
     }
-    if task == "squad":
-        flags |= {
-            "train_file": find_file(data / "squad", "train-v1.1.json"),
-            "validation_file": find_file(data / "squad", "dev-v1.1.json"),
-        }
-    else:
-        flags |= {"data_dir": data / "glue", "task_name": task}
+    flags |= data_of(task, options.data_dir)
     if settings["variant"] == CCT:
         flags |= {"cct_noise_steps": -1, "eval_budgets": True}
     with tempfile.TemporaryDirectory() as folder:
         found = run_script("run_qa" if task == "squad" else "run_glue", flags, folder)
+        model = load_model(folder).base_model
         if settings["variant"] != CCT:
-            return {"score": found[f"eval_{measure}"]}
+            return {"score": found[f"eval_{measure}"], "flops": layer_flops(model, LENGTH)}
         measured = {}
         for row in read_json(Path(folder, f"budget_results_{task}.json")):
             measured[named("score", row["budget"])] = row[f"eval_{measure}"]
-            measured[named("compute", row["budget"])] = row["compute_fraction"]
+            compute = row["compute_fraction"]
+            measured[named("compute", row["budget"])] = compute
+            measured[named("flops", row["budget"])] = layer_flops(
+                model, LENGTH, budget=BUDGETS[-1], compute=compute
+            )
         return measured
+
+
+def data_of(task: str, data_dir: str | None) -> Flags:
+    """Flags for the data of a task; without a folder, of the Hub."""
+    if task != "squad":
+        return {"task_name": task, **({} if data_dir is None else {"data_dir": Path(data_dir, "glue")})}
+    if data_dir is None:
+        return {"dataset_name": "rajpurkar/squad"}
+    folder = Path(data_dir, "squad")
+    return {
+        "train_file": find_file(folder, "train-v1.1.json"),
+        "validation_file": find_file(folder, "dev-v1.1.json"),
+    }
 
 
 def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
@@ -175,9 +189,8 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 
     from hf_moa.timing import compare
 
-    text = Path(wikitext2(options.data_dir)["test"]).read_text(encoding="utf-8").split()
-    words = LENGTH // 2
-    rows = [" ".join(text[i * words : (i + 1) * words]) for i in range(settings["latency_of_batch"])]
+    text = " ".join(read_lines(wikitext2(options.data_dir, options.models_dir)["test"]))
+    rows = [text[i * 100 :] for i in range(settings["latency_of_batch"])]  # cut to `LENGTH` tokens
     candidates = {}
     for variant in VARIANTS:
         folder = model_folder(options.models_dir, {**settings, "variant": variant})
@@ -207,12 +220,17 @@ def report(results: Results, folder: Path) -> str:
             cells = [with_deviation(perplexity.values())]
             for task in TASKS:
                 cells.append(with_deviation(scores(results, task, variant, budget)))
-            compute = by_seed(results, named("compute", budget), task="sst2", **find)
-            cells += [with_deviation(compute.values(), "{:.2f}")]
+            compute, flops = (
+                by_seed(results, named(measure, budget), task="sst2", **find).values()
+                for measure in ("compute", "flops")
+            )
+            cells += [with_deviation(compute, "{:.2f}")]
+            cells += [with_deviation((x / 1e6 for x in flops), "{:.0f}")]
             cells += [f"{latency[name]:.1f}" if name in latency else "-"]
             lines.append([name, *cells])
     heads = ["model", "perplexity", *(f"{t.upper()}, {m}" for t, (m, _) in TASKS.items())]
-    heads += ["compute fraction (SST-2)", f"ms per {LATENCY_BATCH} rows"]
+    heads += ["of the gated part (SST-2)", f"MFLOPs per {LENGTH} tokens (SST-2)"]
+    heads += [f"ms per {LATENCY_BATCH} rows"]
     return f"{table(heads, lines)}\n\n{time_and_machine(results, steps=STEPS)}"
 
 
@@ -255,10 +273,9 @@ EXPERIMENT = Experiment(
         Phase("latency", latency_runs, measure_latency),
     ),
     report=report,
-    needed={
-        "data_dir": "folder of the corpora (see corpora.py)",
-        "models_dir": "where the pretrained models are kept",
-    },
+    needed={"models_dir": "where the pretrained models are kept"},
+    optional={"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)},
+    plan=lambda: [PRETRAINING, VARIANTS, FINETUNING, TASKS],
 )
 
 if __name__ == "__main__":

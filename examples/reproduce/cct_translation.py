@@ -4,12 +4,13 @@
 
 - one model with gates (CCT), trained once for all budgets, at 1, 0.5, 0.33 and 0.2, against four plain
   models whose heads and feed-forward layers have that share of the size, each trained by itself;
-- noise of the gates that grows over the run (the paper's) against noise that is constant;
+- noise of the gates that grows over the run (the paper's) against noise that is constant from the second
+  update on;
 - feed-forward layers in 4 parts (the paper's) against 2 and 1.
 
-BLEU, what was computed (`compute fraction`, of the gated part), and in a phase of its own, which wants a
-machine that does nothing else, the time of a translation (`--phases latency`). A run that was stopped
-goes on where it was. The report:
+BLEU, what was computed (of the part that gates can skip, and in all, control networks included), and in
+a phase of its own, which wants a machine that does nothing else, the time of a translation (`--phases
+latency`). A run that was stopped goes on where it was. The report:
 
     python examples/reproduce/cct_translation.py --report model_cards/cct_translation
 """
@@ -17,17 +18,18 @@ goes on where it was. The report:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 from corpora import multi30k
 from experiment import Experiment, Phase
 from figures import draw_line, panels, save
-from gate_measures import load_model
+from gate_measures import layer_flops, load_model
 from runs import Results, Settings
-from scripts import Flags
-from summaries import by_seed, differences, time_and_machine, with_deviation
-from translation_runs import Translator, train_translation
+from scripts import Flags, merged
+from summaries import by_seed, differences, mean_and_deviation, time_and_machine, with_deviation
+from translation_runs import FLAGS, Translator, train_translation
 
 from hf_moa.markdown import table
 
@@ -35,17 +37,19 @@ SEEDS = (1, 2, 3)
 STEPS = 2_500
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
 LATENCY_SENTENCES = 100
+LENGTHS = (16, 16)  # tokens of a sentence and of its translation, for operations and times
 
 CCT: Flags = {
     "attention_type": "mha",
+    "config_overrides": {"cct_gate_hidden_size": 16},  # an eighth of d, or the gates cost what they save
     "cct_budgets": (1, 1, *BUDGETS),  # the paper's 1 stands for half of the draws, too
     "cct_noise_steps": -1,
 }
 GATED: dict[str, Flags] = {
     "CCT": CCT,
     "CCT, constant noise": {**CCT, "cct_noise_steps": 1},
-    "CCT, 2 parts": {**CCT, "config_overrides": {"cct_num_ffn_splits": 2}},
-    "CCT, 1 part": {**CCT, "config_overrides": {"cct_num_ffn_splits": 1}},
+    "CCT, 2 parts": merged(CCT, {"config_overrides": {"cct_num_ffn_splits": 2}}),
+    "CCT, 1 part": merged(CCT, {"config_overrides": {"cct_num_ffn_splits": 1}}),
 }
 # share -> heads of 16 and width of the feed-forward layers
 PLAIN_SIZES = {1.0: (8, 512), 0.5: (4, 256), 0.33: (3, 160), 0.2: (2, 80)}
@@ -95,8 +99,12 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
         chosen = {} if budget is None else {"budget": budget}
         name = "" if budget is None else f" at {budget:g}"
         measured[f"bleu{name}"] = translator.bleu(model, num_beams=5, **chosen)
-        if budget is not None:
-            measured[f"compute{name}"] = mean_compute(model, translator, budget)
+        if budget is None:
+            measured["flops"] = layer_flops(model, *LENGTHS)
+        else:
+            compute = mean_compute(model, translator, budget)
+            measured[f"compute{name}"] = compute
+            measured[f"flops{name}"] = layer_flops(model, *LENGTHS, budget=BUDGETS[-1], compute=compute)
     return measured
 
 
@@ -123,7 +131,7 @@ def mean_compute(model, translator: Translator, budget: float) -> float:
 
 
 def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds per sentence of a greedy search, by variant and budget."""
+    """Milliseconds per sentence of a greedy search for as many tokens each, by variant and budget."""
     from hf_moa.timing import compare
 
     candidates = {}
@@ -134,7 +142,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
         for budget in budgets_of(variant):
             chosen = {} if budget is None else {"budget": budget}
             name = variant if budget is None else f"{variant} at {budget:g}"
-            candidates[name] = partial(translator.translate, model, min_new_tokens=16, **chosen)
+            candidates[name] = partial(translator.translate, model, new_tokens=LENGTHS[1], **chosen)
     times = compare(candidates, turns=11, title="latency")
     return {time.name: time.value / settings["latency"] for time in times}
 
@@ -150,49 +158,59 @@ def report(results: Results, folder: Path) -> str:
         for budget in budgets_of(variant):
             name = variant if budget is None else f"{variant} at {budget:g}"
             found = bleus(results, variant, budget)
-            compute = computes(results, variant, budget)
+            compute = share_computed(results, variant, budget)
+            flops = by_seed(results, named("flops", budget), variant=variant, steps=STEPS)
             time = f"{latency[name]:.2f}" if name in latency else "-"
             apart = [] if variant == next(iter(PLAIN)) else differences(found, full)
             cells = [with_deviation(found.values()), with_deviation(apart, sign=True)]
-            lines.append([name, compute, *cells, time])
-    heads = ["model", "compute fraction", "BLEU", "paired difference to plain", "ms per sentence"]
+            operations = with_deviation((x / 1e6 for x in flops.values()), "{:.1f}")
+            lines.append([name, compute, operations, *cells, time])
+    heads = [
+        "model",
+        "of the gated part",
+        "MFLOPs per sentence",
+        "BLEU",
+        "paired difference to plain",
+        "ms per sentence",
+    ]
     return f"{table(heads, lines)}\n\n{time_and_machine(results, steps=STEPS)}"
 
 
 def bleus(results: Results, variant: str, budget: float | None = None) -> dict[int, float]:
-    name = "bleu" if budget is None else f"bleu at {budget:g}"
-    return by_seed(results, name, variant=variant, steps=STEPS)
+    return by_seed(results, named("bleu", budget), variant=variant, steps=STEPS)
 
 
-def computes(results: Results, variant: str, budget: float | None) -> str:
+def named(measure: str, budget: float | None) -> str:
+    return measure if budget is None else f"{measure} at {budget:g}"
+
+
+def share_computed(results: Results, variant: str, budget: float | None) -> str:
     if budget is None:
-        return f"{next(share for share in PLAIN_SIZES if f' {share:g} ' in variant):g}"
+        return ""
     found = by_seed(results, f"compute at {budget:g}", variant=variant, steps=STEPS)
     return with_deviation(found.values(), "{:.2f}")
 
 
 def draw(results: Results, path: Path) -> None:
-    """BLEU against the share that is computed."""
+    """BLEU against all that is computed."""
     figure, [axis] = panels(1)
-    plain = [
-        (share, list(bleus(results, name).values()))
-        for share, name in zip(PLAIN_SIZES, PLAIN, strict=True)
-    ]
-    draw_line(axis, plain, 0, label="plain models, each trained by itself")
+
+    def points(variants: Iterable[str]) -> list[tuple[float, list[float]]]:
+        found = []
+        for variant in variants:
+            for budget in budgets_of(variant):
+                flops = by_seed(results, named("flops", budget), variant=variant, steps=STEPS)
+                if flops:
+                    x = mean_and_deviation(flops.values())[0] / 1e6
+                    found.append((x, list(bleus(results, variant, budget).values())))
+        return found
+
+    draw_line(axis, points(PLAIN), 0, label="plain models, each trained by itself")
     for style, variant in enumerate(GATED, 1):
-        points = [
-            (mean(by_seed(results, f"compute at {b:g}", variant=variant, steps=STEPS)), found)
-            for b in BUDGETS
-            if (found := list(bleus(results, variant, b).values()))
-        ]
-        draw_line(axis, points, style, label=variant)
-    axis.set_xlabel("share of the gated computation")
+        draw_line(axis, points([variant]), style, label=variant)
+    axis.set_xlabel("MFLOPs per sentence, in the layers")
     axis.set_ylabel("BLEU")
     save(figure, [axis], path)
-
-
-def mean(values: dict[int, float]) -> float:
-    return sum(values.values()) / len(values)
 
 
 EXPERIMENT = Experiment(
@@ -200,10 +218,9 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("training", runs, measure), Phase("latency", latency_runs, measure_latency)),
     report=report,
-    needed={
-        "data_dir": "folder of the corpora (see corpora.py)",
-        "models_dir": "where the models are kept, to be timed",
-    },
+    needed={"models_dir": "where the models are kept, to be timed"},
+    optional={"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)},
+    plan=lambda: [FLAGS, VARIANTS],
 )
 
 if __name__ == "__main__":

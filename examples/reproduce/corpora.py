@@ -26,7 +26,8 @@ def multi30k(data_dir: str | None, work_dir: str | Path) -> Flags:
         data_dir: folder of the corpora; None for the Hub, whose texts are written to `work_dir`.
     """
     if data_dir is None:
-        return _from_hub(work_dir)
+        pairs = {"source": "en", "target": "de"}
+        return _from_hub("bentrevett/multi30k", None, pairs, Path(work_dir, "multi30k"))
     stems = dict(zip(_SPLITS, ("train", "val", "test_2016_flickr"), strict=True))
     folder = Path(data_dir, "multi30k")
     return {
@@ -44,18 +45,25 @@ def tatoeba(data_dir: str | None, work_dir: str | Path) -> Flags:
     if data_dir is None:
         raise ValueError("`data_dir` must be the folder of tatoeba-en-de/deu.txt (got None).")
     folder = Path(work_dir, "tatoeba")
-    if not all(path.is_file() for path in _paths(folder).values()):
+    paths = {
+        f"{split}_{side}": folder / f"{split}_{side}.txt"
+        for split in _SPLITS
+        for side in ("source", "target")
+    }
+    if not all(path.is_file() for path in paths.values()):
+        folder.mkdir(parents=True, exist_ok=True)
         path = find_file(Path(data_dir, "tatoeba-en-de"), "deu.txt")
         pairs = [tuple(line.split("\t")[:2]) for line in read_lines(path)]
         for split, found in split_by_source(pairs).items():
-            _write(folder, split, found)
-    return {name: str(path) for name, path in _paths(folder).items()}
+            for side, texts in zip(("source", "target"), zip(*found, strict=True), strict=True):
+                _write(paths[f"{split}_{side}"], texts)
+    return {name: str(path) for name, path in paths.items()}
 
 
 def split_by_source(pairs: list[Pair]) -> dict[str, list[Pair]]:
     """Pairs for training, validation and test, so that no source is in two of them.
 
-    Which one follows from the source alone.
+    Which one follows from the source alone. Training leaves out the targets that are held out, too.
     """
     sources = {source for source, _ in pairs}
     share = max(3, len(sources) // TATOEBA_HELD_OUT)
@@ -67,13 +75,18 @@ def split_by_source(pairs: list[Pair]) -> dict[str, list[Pair]]:
         if split == "train" or source not in seen:
             found[split].append((source, target))
         seen.add(source)
+    held_out = {target for split in _SPLITS[1:] for _, target in found[split]}
+    found["train"] = [pair for pair in found["train"] if pair[1] not in held_out]
     return found
 
 
-def wikitext2(data_dir: str) -> Flags:
-    """Paths of the training, validation and test text of WikiText-2."""
-    folder = Path(data_dir, "wikitext-2")
+def wikitext2(data_dir: str | None, work_dir: str | Path) -> Flags:
+    """Paths of the training, validation and test text of WikiText-2, as `train`, ..."""
+    if data_dir is None:
+        name, configuration = "Salesforce/wikitext", "wikitext-2-v1"
+        return _from_hub(name, configuration, {"": "text"}, Path(work_dir, "wikitext-2"))
     stems = dict(zip(_SPLITS, ("train", "valid", "test"), strict=True))
+    folder = Path(data_dir, "wikitext-2")
     return {split: str(find_file(folder, f"{stem}.txt")) for split, stem in stems.items()}
 
 
@@ -96,24 +109,28 @@ def read_lines(path: str | Path) -> list[str]:
         return [line.rstrip("\r\n") for line in file]
 
 
-def _from_hub(work_dir: str | Path) -> Flags:
-    from datasets import load_dataset
+def _from_hub(name: str, configuration: str | None, columns: dict[str, str], folder: Path) -> Flags:
+    """Write the splits of a data set to the folder, once.
 
-    folder = Path(work_dir, "multi30k")
-    if not all(path.is_file() for path in _paths(folder).values()):
-        for split, rows in load_dataset("bentrevett/multi30k").items():
-            _write(folder, split, zip(rows["en"], rows["de"], strict=True))
-    return {name: str(path) for name, path in _paths(folder).items()}
+    Args:
+        columns: part of the files' names -> column.
+    """
+    paths = {
+        f"{split}_{part}".rstrip("_"): folder / f"{split}_{part}.txt"
+        for split in _SPLITS
+        for part in columns
+    }
+    if not all(path.is_file() for path in paths.values()):
+        from datasets import load_dataset
+
+        splits = load_dataset(name, configuration)
+        folder.mkdir(parents=True, exist_ok=True)
+        for split in _SPLITS:
+            for part, column in columns.items():
+                _write(folder / f"{split}_{part}.txt", splits[split][column])
+    return {key: str(path) for key, path in paths.items()}
 
 
-def _paths(folder: Path) -> dict[str, Path]:
-    names = [f"{split}_{side}" for split in _SPLITS for side in ("source", "target")]
-    return {name: folder / f"{name}.txt" for name in names}
-
-
-def _write(folder: Path, split: str, pairs: Iterable[Pair]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    sources, targets = zip(*pairs, strict=True)
-    for side, texts in (("source", sources), ("target", targets)):
-        text = "".join(f"{text}\n" for text in texts)
-        (folder / f"{split}_{side}.txt").write_text(text, encoding="utf-8")
+def _write(path: Path, texts: Iterable[str]) -> None:
+    lines = (text.rstrip("\n") + "\n" for text in texts)
+    path.write_text("".join(lines), encoding="utf-8")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from runs import Results, Settings, carry_out
 
@@ -38,6 +41,9 @@ class Experiment:
         phases: in their order.
         report: results, folder for figures -> Markdown.
         needed: name of an option without which no run can be made -> its help.
+        optional: name of an option -> its help and its default.
+        plan: what the runs have in common (sizes, flags), as plain data. Results keep a hash of it, and
+            runs of another plan are not taken for these.
     """
 
     name: str
@@ -45,19 +51,22 @@ class Experiment:
     phases: Sequence[Phase]
     report: Callable[[Results, Path], str]
     needed: dict[str, str]
+    optional: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    plan: Callable[[], Any] = dict
 
     def main(self, arguments: list[str] | None = None) -> None:
         options = self._parse(arguments)
-        results = Results(options.results)
+        results = Results(options.results, plan=hash_of(self.plan()))
         if options.report is not None:
             options.report.mkdir(parents=True, exist_ok=True)
             print(self.report(results, options.report))
             return
         sys.path.insert(0, str(HERE.parent))
         index, count = options.shard
+        left = set(options.phases)
         for phase in self.phases:
-            if phase.name in options.phases:
-                runs = phase.runs(results)
+            runs = phase.runs(results)
+            if phase.name in left:
                 carry_out(
                     runs[index::count],
                     results,
@@ -65,10 +74,16 @@ class Experiment:
                     phase.name,
                 )
                 results.read()  # what other shards have added
-                missing = sum(not results.has(settings) for settings in runs)
-                if missing:
-                    print(f"{missing} runs of the phase {phase.name!r} are left to the other shards.")
-                    return
+                left.remove(phase.name)
+            missing = sum(not results.has(settings) for settings in runs)
+            if missing and left:
+                print(
+                    f"{missing} runs of the phase {phase.name!r} are missing, on which "
+                    f"{', '.join(sorted(left))} may depend. Make them first, or leave them to the other "
+                    "shards."
+                )
+            if missing or not left:
+                return
 
     def _parse(self, arguments: list[str] | None) -> argparse.Namespace:
         parser = argparse.ArgumentParser(
@@ -77,6 +92,8 @@ class Experiment:
         names = [phase.name for phase in self.phases]
         for name, text in self.needed.items():
             parser.add_argument(f"--{name}", help=text)
+        for name, (text, default) in self.optional.items():
+            parser.add_argument(f"--{name}", default=default, help=text)
         parser.add_argument(
             "--results",
             type=Path,
@@ -99,6 +116,10 @@ class Experiment:
         if options.report is None and lacking:
             parser.error(f"{', '.join(lacking)} needed to make runs; or give --report")
         return options
+
+
+def hash_of(plan: Any) -> str:
+    return hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def _shard(text: str) -> tuple[int, int]:

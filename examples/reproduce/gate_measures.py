@@ -72,3 +72,24 @@ def mae_gates(tables: dict[str, Any]) -> dict[str, float]:
         "entropy": statistics.fmean(tables["mae_entropy"]["entropy"]),
         "largest_share": statistics.fmean(largest.values()),
     }
+
+
+def layer_flops(model: Any, *lengths: int, budget: float | None = None, compute: float = 1.0) -> float:
+    """Floating-point operations of the layers for one text, control networks included.
+
+    Args:
+        lengths: tokens of the text (of an encoder-decoder model, of both).
+        budget: any of CCT's below 1; None without CCT.
+        compute: share of what the gates can skip that is computed, as the model measured it.
+    """
+    from hf_moa.modeling.flops import count_flops
+
+    def active(budget: float | None) -> float:
+        flops = count_flops(model, *lengths, budget=budget)
+        return sum(part.active for part in flops.parts if part.part != "head")
+
+    if budget is None:
+        return active(None)
+    full = active(1.0)
+    skippable = (full - active(budget)) / (1 - budget)
+    return full - skippable * (1 - compute)

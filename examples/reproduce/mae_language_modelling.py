@@ -63,7 +63,7 @@ def runs(results: Results) -> list[Settings]:
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_clm.py`."""
-    files = wikitext2(options.data_dir)
+    files = wikitext2(options.data_dir, options.work_dir)
     flags = {
         **FLAGS,
         **VARIANTS[settings["variant"]],
@@ -95,7 +95,12 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("training", runs, measure),),
     report=report,
-    needed={"data_dir": "folder of the corpora (see corpora.py)"},
+    needed={},
+    optional={
+        "data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None),
+        "work_dir": ("for texts of the Hub", "runs"),
+    },
+    plan=lambda: [FLAGS, VARIANTS],
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """MoA: more experts at constant compute. Zhang et al. 2022, on WikiText-2 and Multi30k.
 
-    python examples/reproduce/moa_scaling.py --data_dir data --work_dir runs/moa_scaling
+    python examples/reproduce/moa_scaling.py --data_dir data
 
 - masked language models with 8 active heads of 8, 16, 32 and 64, against multi-head attention of as many
   multiply-accumulates: perplexity of masked tokens;
@@ -28,7 +28,7 @@ from gate_measures import balance, load_model, tables_of
 from runs import Results, Settings
 from scripts import Flags, merged, run_script
 from summaries import Column, by_seed, time_and_machine, variant_table
-from translation_runs import train_translation
+from translation_runs import FLAGS, train_translation
 
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
@@ -109,7 +109,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
 
 
 def masked(flags: Flags, settings: Settings, options: argparse.Namespace, folder: str) -> dict:
-    files = wikitext2(options.data_dir)
+    files = wikitext2(options.data_dir, options.work_dir)
     flags = {
         **merged(MASKED, flags),
         "train_file": files["train"],
@@ -210,10 +210,12 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("training", runs, measure),),
     report=report,
-    needed={
-        "data_dir": "folder of the corpora (see corpora.py)",
-        "work_dir": "for corpora that have to be split",
+    needed={},
+    optional={
+        "data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None),
+        "work_dir": ("for texts of the Hub", "runs"),
     },
+    plan=lambda: [MASKED, FLAGS, VARIANTS],
 )
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ appendix A, table 6, on WikiText-2.
     python examples/reproduce/noisy_top_k.py --data_dir data
 
 A small GPT-2 whose feed-forward layers are 16 experts of which 2 are active: with and without the noise,
-with and without the two losses (weight 0.1, the paper's largest of one at a time). The load loss needs
-the noise. Test perplexity, and how evenly the test tokens are spread over the experts. A run that was
-stopped goes on where it was. The report:
+with and without the two losses (weights 0.1 together, 0.2 alone). The load loss needs the noise. Test
+perplexity, and how evenly the test tokens are spread over the experts. A run that was stopped goes on
+where it was. The report:
 
     python examples/reproduce/noisy_top_k.py --report model_cards/noisy_top_k
 """
@@ -37,10 +37,10 @@ def router(router_type: str, **losses: float) -> Flags:
 
 VARIANTS: dict[str, Flags] = {
     "noise, both losses": router("noisy_topk", importance=0.1, load=0.1),
-    "noise, importance loss": router("noisy_topk", importance=0.1),
-    "noise, load loss": router("noisy_topk", load=0.1),
+    "noise, importance loss": router("noisy_topk", importance=0.2),
+    "noise, load loss": router("noisy_topk", load=0.2),
     "noise alone": router("noisy_topk"),
-    "importance loss alone": router("topk", importance=0.1),
+    "importance loss alone": router("topk", importance=0.2),
     "nothing": router("topk"),
 }
 FLAGS: Flags = {
@@ -75,7 +75,7 @@ def runs(results: Results) -> list[Settings]:
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_clm_no_trainer.py`, and the expert load on the test text."""
-    files = wikitext2(options.data_dir)
+    files = wikitext2(options.data_dir, options.work_dir)
     flags = {
         **merged(FLAGS, VARIANTS[settings["variant"]]),
         "train_file": files["train"],
@@ -105,7 +105,12 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("training", runs, measure),),
     report=report,
-    needed={"data_dir": "folder of the corpora (see corpora.py)"},
+    needed={},
+    optional={
+        "data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None),
+        "work_dir": ("for texts of the Hub", "runs"),
+    },
+    plan=lambda: [FLAGS, VARIANTS],
 )
 
 if __name__ == "__main__":

@@ -22,10 +22,14 @@ class Results:
 
     Args:
         path: the file; it need not exist yet.
+        plan: names what all its runs have in common; None for whatever it is.
+
+    Raises:
+        ValueError: the file holds runs of another plan.
     """
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, plan: str | None = None):
+        self.path, self.plan = Path(path), plan
         self.rows: list[dict] = []
         self.read()
 
@@ -33,6 +37,12 @@ class Results:
         """Read the file again: other processes may have added to it."""
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
         self.rows = [json.loads(line) for line in lines]
+        others = [row for row in self.rows if row.get("plan", self.plan) != self.plan]
+        if self.plan is not None and others:
+            raise ValueError(
+                f"{self.path} holds {len(others)} runs of other sizes or flags than the script has now: "
+                "give another file with --results, or go back to that script."
+            )
 
     def find(self, **settings: Any) -> list[dict]:
         """The runs that have these settings, whatever their others are."""
@@ -43,6 +53,7 @@ class Results:
 
     def add(self, settings: Settings, measured: dict, seconds: float) -> None:
         row = {
+            **({} if self.plan is None else {"plan": self.plan}),
             "settings": settings,
             "measured": measured,
             "seconds": round(seconds, 1),

@@ -40,8 +40,11 @@ def runs(results: Results) -> list[Settings]:
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """Entropies, attribution and indicative tokens, and BLEU with one expert per layer."""
+    import torch
+
     from hf_moa.analysis import expert_selection
 
+    torch.manual_seed(settings["seed"])  # of the experts that are drawn
     files = CORPORA[settings["corpus"]](options.data_dir, options.models_dir)
     folder = mae_translation.model_folder(options.models_dir, settings)
     model = load_model(folder)
@@ -56,8 +59,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
         measured[f"bleu {row['experts']}"] = row["bleu"]
     for selection in ("argmax", "random"):
         measured[f"drop {selection}"] = measured["bleu mixture"] - measured[f"bleu {selection}"]
-    measured["shares"] = _lists(tables["mae_experts"], "share")
-    measured["tokens"] = _lists(tables["mae_indicative_tokens"], "token")
+    measured["layers"] = layers(tables)
     return measured
 
 
@@ -65,16 +67,21 @@ def _of_part(tables: dict[str, Any], part: str) -> dict[str, Any]:
     return {name: table[table["part"].str.startswith(part)] for name, table in tables.items()}
 
 
-def _lists(rows: Any, column: str) -> list[dict[str, Any]]:
-    """Of each layer: a value, or a list of them, for each expert."""
-    found: dict[tuple, dict[int, list]] = {}
-    for row in rows.to_dict("records"):
-        experts = found.setdefault((row["part"], row["layer"]), {})
-        experts.setdefault(row["expert"], []).append(row[column])
-    return [
-        {"part": part, "layer": layer, column: [experts[i][:TOKENS] for i in sorted(experts)]}
-        for (part, layer), experts in found.items()
-    ]
+def layers(tables: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each layer: the share of the inputs, and the most indicative tokens, of each expert."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in tables["mae_experts"].to_dict("records"):
+        place = row["part"], row["layer"]
+        layer = found.setdefault(
+            place, {"part": place[0], "layer": place[1], "shares": [], "tokens": []}
+        )
+        layer["shares"].append(row["share"])  # in the order of the experts
+        layer["tokens"].append([])
+    for row in tables["mae_indicative_tokens"].to_dict("records"):
+        tokens = found[row["part"], row["layer"]]["tokens"][row["expert"]]
+        if len(tokens) < TOKENS:
+            tokens.append(row["token"])
+    return list(found.values())
 
 
 def report(results: Results, folder: Path) -> str:
@@ -101,14 +108,12 @@ def report(results: Results, folder: Path) -> str:
 
 def attribution(measured: dict[str, Any]) -> str:
     """The share of the inputs of each expert, and the tokens that go with the most used one."""
-    tokens = {(row["part"], row["layer"]): row["token"] for row in measured["tokens"]}
     rows = []
-    for row in measured["shares"]:
-        shares = [share for [share] in row["share"]]
-        most = shares.index(max(shares))
-        shown = tokens.get((row["part"], row["layer"]), [])
-        words = ", ".join(shown[most]) if most < len(shown) else ""
-        rows.append([row["part"], row["layer"] + 1, ", ".join(f"{100 * x:.0f}" for x in shares), words])
+    for layer in measured["layers"]:
+        shares = layer["shares"]
+        words = ", ".join(layer["tokens"][shares.index(max(shares))])
+        percent = ", ".join(f"{100 * share:.0f}" for share in shares)
+        rows.append([layer["part"], layer["layer"] + 1, percent, words])
     return table(
         ["part", "layer", "inputs of each expert (%)", "tokens of the expert with most of them"], rows
     )
@@ -119,10 +124,9 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("measuring", runs, measure),),
     report=report,
-    needed={
-        "data_dir": "folder of the corpora (see corpora.py)",
-        "models_dir": "of mae_translation.py",
-    },
+    needed={"models_dir": "of mae_translation.py"},
+    optional={"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)},
+    plan=mae_translation.EXPERIMENT.plan,
 )
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 The MAE-7 models that mae_translation.py trained on Tatoeba are adapted to Multi30k with 5 to 100 % of
 its training data: not at all (NOFT), their gates (FTG), gates and attention's output projections (FTG+),
 everything (FTALL); beside these LoRA, of as many parameters as FTG, and a new model of the same size and
-vocabulary (SCRATCH). BLEU of the test text. Seed s starts from the s-th model.
+vocabulary (SCRATCH). BLEU of the test text. Seed s starts from the s-th model; the first so many pairs
+are the data of all seeds.
 
 Each method's learning rate is chosen first, with a quarter of the data, on the validation text, from the
 first model and with a seed that the report leaves out. A run that was stopped goes on where it was. The
@@ -43,6 +44,14 @@ METHODS: dict[str, tuple[float, ...]] = {
     "LoRA": (1e-3, 3e-3),
     "FTALL": (3e-4, 1e-3),
     "SCRATCH": (1e-3, 2e-3),
+}
+TRAINING: Flags = {
+    "do_train": True,
+    "warmup_steps": 0.1,
+    "lr_scheduler_type": "cosine",
+    "label_smoothing_factor": 0.1,
+    "per_device_train_batch_size": BATCH,
+    "train_sampling_strategy": "group_by_length",
 }
 
 
@@ -101,15 +110,10 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
     }
     if settings["method"] != "NOFT":
         flags |= {
-            "do_train": True,
             "max_train_samples": round(settings["fraction"] * PAIRS),
             "max_steps": num_steps(settings["fraction"]),
             "learning_rate": settings["learning_rate"],
-            "warmup_steps": 0.1,
-            "lr_scheduler_type": "cosine",
-            "label_smoothing_factor": 0.1,
-            "per_device_train_batch_size": BATCH,
-            "train_sampling_strategy": "group_by_length",
+            **TRAINING,
         }
     with tempfile.TemporaryDirectory() as folder:
         found = run_script("run_translation", flags, folder)
@@ -171,10 +175,9 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("rates", tuning_runs, measure), Phase("fractions", final_runs, measure)),
     report=report,
-    needed={
-        "data_dir": "folder of the corpora (see corpora.py)",
-        "models_dir": "of mae_translation.py",
-    },
+    needed={"models_dir": "of mae_translation.py"},
+    optional={"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)},
+    plan=lambda: [mae_translation.EXPERIMENT.plan(), TRAINING, EPOCHS, LEAST_STEPS],
 )
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from corpora import multi30k, read_lines, tatoeba
-from scripts import Flags, merged, run_script
+from scripts import Flags, merged, read_json, run_script
 
 CORPORA = {"multi30k": multi30k, "tatoeba": tatoeba}
 SIZE = {
@@ -61,13 +61,16 @@ def train_translation(
         flags: other than `FLAGS`.
         data_dir: of the corpora.
         work_dir: for corpora that have to be split.
-        folder: for the model; a run that was cut off there goes on.
+        folder: for the model; a run that was cut off there goes on, one that ended is not made again.
         evaluate: on the test text, in the end.
 
     Returns:
         What the script measured, and the `files`.
     """
     files = CORPORA[corpus](data_dir, work_dir)
+    finished = Path(folder, "all_results.json")
+    if finished.is_file() and read_json(finished)["step"] == steps:
+        return {**read_json(finished), "files": files}
     flags = {
         **merged(FLAGS, flags),
         "train_source": files["train_source"],
@@ -106,10 +109,17 @@ class Translator:
             [line.strip() for line in read_lines(path)][:limit] for path in (source, target)
         )
 
-    def translate(self, model: Any, **kwargs: Any) -> list[str]:
-        """Args: of `model.generate`; greedy unless they say otherwise."""
+    def translate(self, model: Any, *, new_tokens: int | None = None, **kwargs: Any) -> list[str]:
+        """Translations by a greedy search, or what the arguments of `model.generate` say.
+
+        Args:
+            new_tokens: exactly so many in each; default: until the end of the sentence.
+        """
         import torch
 
+        length = {"max_length": FLAGS["max_target_length"]}
+        if new_tokens is not None:
+            length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
         found = []
         for i in range(0, len(self.sources), 100):
             batch = self.tokenizer(
@@ -123,7 +133,7 @@ class Translator:
                 ids = model.generate(
                     batch["input_ids"],
                     attention_mask=batch["attention_mask"],
-                    max_length=FLAGS["max_target_length"],
+                    **length,
                     **kwargs,
                 )
             found += self.tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -308,7 +308,7 @@ def _columns(panels: dict[str, pd.DataFrame], most: int) -> int:
 def _spread(values: list[int], most: int) -> list[int]:
     if len(values) <= most:
         return values
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+    return [values[round(i * (len(values) - 1) / max(1, most - 1))] for i in range(most)]
 
 
 def _name(budget: Any) -> str:

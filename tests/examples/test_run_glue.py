@@ -370,3 +370,17 @@ def test_regression_on_stsb(run_glue, arguments, tmp_path):
     assert -1 <= results["eval_spearmanr"] <= 1
     predictions = Path(arguments["output_dir"], "predict_results_stsb.txt").read_text()
     assert [float(line.split("\t")[1]) for line in predictions.splitlines()[1:]]
+
+
+def test_mnli_is_evaluated_on_the_sets_that_are_there(run_glue, caplog):
+    both = {"mnli": "validation_matched", "mnli-mm": "validation_mismatched"}
+    assert run_glue.split_names("mnli", "validation", list(both.values())) == both
+    assert run_glue.split_names("mnli", "train", ["train"]) == {"mnli": "train"}
+    assert run_glue.split_names("sst2", "validation", []) == {"sst2": "validation"}
+    assert not caplog.records
+    with caplog.at_level("WARNING"):
+        found = run_glue.split_names("mnli", "validation", ["train", "validation_matched"])
+    assert found == {"mnli": "validation_matched"}
+    assert "no validation_mismatched" in caplog.text
+    # without any, the message of a missing split is about the first
+    assert run_glue.split_names("mnli", "validation", ["train"]) == both

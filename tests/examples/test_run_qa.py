@@ -156,12 +156,13 @@ def test_scores_by_hand():
 
 
 def test_place_of_an_answer():
-    offsets = [None, None, (0, 3), (4, 7), (8, 12), None]
+    outside = (-1, -1)
+    offsets = np.array([outside, outside, (0, 3), (4, 7), (8, 12), outside])
     assert answer_place(offsets, {"text": ["ef "], "answer_start": [5]}) == (3, 3)
     assert answer_place(offsets, {"text": ["abc defg"], "answer_start": [4]}) == (3, 4)
     for start in (0, 11):  # the window begins, or ends, in the middle of it
         answers = {"text": ["xxxxx"], "answer_start": [start]}
-        assert answer_place([*offsets[:2], *offsets[3:]], answers) == (0, 0)
+        assert answer_place(np.delete(offsets, 2, axis=0), answers) == (0, 0)
 
 
 def test_best_span_obeys_the_limits(checkpoint):  # noqa: F811
@@ -181,8 +182,44 @@ def test_best_span_obeys_the_limits(checkpoint):  # noqa: F811
             (i, j): start[0, i] + end[0, j]
             for i in range(len(offsets))
             for j in range(i, min(i + most, len(offsets)))
-            if offsets[i] and offsets[j]
+            if offsets[i, 0] >= 0 and offsets[j, 0] >= 0
         }
         i, j = max(spans, key=spans.get)
         context = questions["context"][0]
-        assert metric.answers(start, end) == [context[offsets[i][0] : offsets[j][1]]]
+        assert metric.answers(start, end) == [context[offsets[i, 0] : offsets[j, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "the dog " * 5}, "must leave room for the question .got one of 10 tokens"),
+        ({"answers": {"text": [], "answer_start": []}}, "All questions must have an answer"),
+    ],
+)
+def test_questions_that_do_not_fit_are_errors(checkpoint, row, message):  # noqa: F811
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    answers = {"text": ["cat"], "answer_start": [6]}
+    one = {"question": "the dog", "context": "the a cat dog sat", "answers": answers}
+    questions = Dataset.from_list([one, {**one, **row}])
+    with pytest.raises(ValueError, match=message):
+        Features(questions, tokenizer, max_length=16, stride=4, pad_to_max_length=False)
+
+
+def test_windows_of_many_questions_are_those_of_each(checkpoint):  # noqa: F811
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    content = squad(1_003)["data"][0]["paragraphs"]
+    rows = [{"context": p["context"], "question": p["qas"][0]["question"]} for p in content]
+    for row, p in zip(rows, content, strict=True):
+        [answer] = p["qas"][0]["answers"]
+        row["answers"] = {name: [value] for name, value in answer.items()}
+    options = {"max_length": 12, "stride": 3, "pad_to_max_length": False}
+    features = Features(Dataset.from_list(rows), tokenizer, **options)
+    assert len(features.dataset) == len(features.question) == len(features.offsets)
+    for index in (0, 999, 1_000, 1_002):  # on both sides of a batch's end
+        alone = Features(Dataset.from_list(rows[index : index + 1]), tokenizer, **options)
+        windows = [i for i, question in enumerate(features.question) if question == index]
+        assert [features.dataset[i] for i in windows] == list(alone.dataset)
+        for i, offsets in zip(windows, alone.offsets, strict=True):
+            assert np.array_equal(features.offsets[i], offsets)
+    lean = Features(Dataset.from_list(rows[:3]), tokenizer, **options, keep_places=False)
+    assert lean.offsets == []

@@ -139,3 +139,14 @@ def test_part_of_the_training_text_is_evaluated_on(origin, tmp_path):
 def test_validation_split_is_a_percentage(value):
     with pytest.raises(ValueError, match=rf"must be at least 0 and less than 100 \(got {value}\)"):
         SplitTextArguments(train_file="a", validation_split_percentage=value)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.json"])
+def test_byte_order_marks_and_long_cells(name, tmp_path):
+    """What spreadsheets write, and articles."""
+    path = tmp_path / name
+    write_rows(path, [{"text": "word " * 40_000}, {"text": "b"}])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    lines = load_lines(None, TextFileArguments(train_file=str(path)), "train")
+    assert [line.split()[0] for line in lines] == ["word", "b"]
+    assert len(lines[0]) == 200_001
