@@ -34,7 +34,7 @@ from summaries import by_seed, time_and_machine, with_deviation
 from hf_moa.markdown import table
 
 SEEDS = (1, 2, 3)
-STEPS = 3_000  # of pretraining
+STEPS = 1_500  # of pretraining
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
 LENGTH = 128
 LATENCY_BATCH = 32
@@ -63,7 +63,7 @@ PRETRAINING: Flags = {
     },
     "max_seq_length": LENGTH,
     "learning_rate": 2e-3,
-    "num_warmup_steps": 300,
+    "num_warmup_steps": 150,
     "lr_scheduler_type": "cosine",
     "weight_decay": 0.01,
     "per_device_train_batch_size": 32,

@@ -34,7 +34,7 @@ from translation_runs import FLAGS, Translator, train_translation
 from hf_moa.markdown import table
 
 SEEDS = (1, 2, 3)
-STEPS = 2_500
+STEPS = 1_500
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
 LATENCY_SENTENCES = 100
 LENGTHS = (16, 16)  # tokens of a sentence and of its translation, for operations and times

@@ -27,7 +27,7 @@ from summaries import Column, time_and_machine, variant_table
 from translation_runs import CORPORA, FLAGS, train_translation
 
 SEEDS = (1, 2, 3)
-STEPS = {"multi30k": 4_000, "tatoeba": 4_000}
+STEPS = {"multi30k": 1_800, "tatoeba": 1_800}
 
 # an epoch of Multi30k
 BCD: Flags = {"attention_type": "mae", "mae_training": "bcd", "gate_epoch_steps": 450}

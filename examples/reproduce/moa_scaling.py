@@ -32,7 +32,7 @@ from translation_runs import FLAGS, train_translation
 
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
-STEPS = {"masked": 2_500, "translation": 4_000}
+STEPS = {"masked": 1_500, "translation": 1_800}
 LENGTHS = {"masked": 128, "translation": 16}  # tokens of a text, of Multi30k on average
 
 MHA: Flags = {"attention_type": "mha"}
@@ -82,7 +82,7 @@ MASKED: Flags = {
     },
     "max_seq_length": LENGTHS["masked"],
     "learning_rate": 2e-3,
-    "num_warmup_steps": 250,
+    "num_warmup_steps": 150,
     "lr_scheduler_type": "cosine",
     "weight_decay": 0.01,
     "per_device_train_batch_size": 32,

@@ -28,7 +28,7 @@ FLAGS: Flags = {
     "max_target_length": 64,
     "num_beams": 5,
     "learning_rate": 2e-3,
-    "num_warmup_steps": 400,
+    "num_warmup_steps": 200,
     "lr_scheduler_type": "cosine",
     "adam_beta2": 0.98,
     "label_smoothing_factor": 0.1,
