@@ -254,6 +254,19 @@ def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):  # noqa: F81
     assert (tmp_path / "scores.svg").is_file()
 
 
+@pytest.mark.slow
+def test_a_training_that_ended_is_not_made_again(reproduce, data_dir, tmp_path, monkeypatch):
+    module = reproduce("translation_runs")
+    make_tiny(module)
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    run = {"steps": 2, "seed": 1, "data_dir": data_dir, "work_dir": tmp_path, "folder": tmp_path / "run"}
+    first = module.train_translation("multi30k", {"attention_type": "mha"}, **run)
+    monkeypatch.setattr(module, "run_script", None)
+    assert module.train_translation("multi30k", {"attention_type": "mha"}, **run) == first
+    with pytest.raises(ValueError, match="holds a run of other flags"):
+        module.train_translation("multi30k", {"attention_type": "mha"}, **{**run, "seed": 2})
+
+
 # --- what they share ------------------------------------------------------------------------------
 
 
