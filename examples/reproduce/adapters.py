@@ -22,7 +22,7 @@ from experiment import Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, read_json, run_script
-from summaries import best, with_deviation
+from summaries import best_rate, with_deviation
 
 from hf_moa.markdown import table
 
@@ -74,8 +74,7 @@ def final_runs(results: Results) -> list[Settings]:
 
 def chosen_rate(results: Results, task: str, method: str) -> float:
     """The learning rate with the best development accuracy of the tuning runs; NaN before the first."""
-    found = best(results, "accuracy", task=task, method=method, **TUNING)
-    return float("nan") if found is None else found["learning_rate"]
+    return best_rate(results, "accuracy", task=task, method=method, **TUNING)
 
 
 def training_plan(settings: Settings) -> dict[str, int]:

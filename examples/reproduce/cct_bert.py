@@ -21,17 +21,18 @@ import argparse
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from corpora import find_file, read_lines, wikitext2
-from experiment import Experiment, Phase
+from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
-from gate_measures import layer_flops, load_model
+from gate_measures import layer_flops
 from runs import Results, Settings
-from scripts import TRAINER_FLAGS, Flags, merged, read_json, run_script
-from summaries import by_seed, time_and_machine, with_deviation
+from scripts import TRAINER_FLAGS, Flags, budget_argument, merged, read_json, run_folder, run_script
+from summaries import at_budget, by_seed, latest, time_and_machine, with_deviation
+from wikitext_runs import train_on_wikitext2
 
 from hf_moa.markdown import table
+from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 STEPS = 1_500  # of pretraining
@@ -111,33 +112,24 @@ def latency_runs(results: Results) -> list[Settings]:
     return [{"latency_of_batch": LATENCY_BATCH, "seed": SEEDS[0]}]
 
 
-def model_folder(models_dir: str, settings: Settings) -> Path:
-    name = settings["variant"].replace(",", "").replace(" ", "-")
-    return Path(models_dir, f"{name}-{settings['seed']}")
-
-
 def budgets_of(variant: str) -> tuple[float | None, ...]:
     return BUDGETS if variant == CCT else (None,)
 
 
 def pretrain(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_mlm_no_trainer.py`."""
-    files = wikitext2(options.data_dir, options.models_dir)
-    flags = {
-        **merged(PRETRAINING, VARIANTS[settings["variant"]]),
-        "train_file": files["train"],
-        "validation_file": files["test"],
-        "max_train_steps": settings["steps"],
-        "eval_steps": settings["steps"] + 1,  # in the end alone
-        "seed": settings["seed"],
-    }
-    found = run_script("run_mlm_no_trainer", flags, model_folder(options.models_dir, settings))
-    names = {b: "" if b is None else f"_at_{b:g}" for b in budgets_of(settings["variant"])}
-    return {named("perplexity", b): found[f"perplexity{name}"] for b, name in names.items()}
-
-
-def named(measure: str, budget: float | None) -> str:
-    return measure if budget is None else f"{measure} at {budget:g}"
+    variant = settings["variant"]
+    found = train_on_wikitext2(
+        "run_mlm_no_trainer",
+        merged(PRETRAINING, VARIANTS[variant]),
+        steps=settings["steps"],
+        seed=settings["seed"],
+        data_dir=options.data_dir,
+        work_dir=options.models_dir,
+        folder=run_folder(options.models_dir, variant, settings["seed"]),
+    )
+    names = [at_budget("perplexity", budget) for budget in budgets_of(variant)]
+    return {name: found[name.replace(" ", "_")] for name in names}
 
 
 def finetune(settings: Settings, options: argparse.Namespace) -> dict:
@@ -147,7 +139,7 @@ def finetune(settings: Settings, options: argparse.Namespace) -> dict:
     flags = {
         **FINETUNING,
         **flags,
-        "model_name_or_path": model_folder(options.models_dir, settings),
+        "model_name_or_path": run_folder(options.models_dir, settings["variant"], settings["seed"]),
         "seed": settings["seed"],
     }
     flags |= data_of(task, options.data_dir)
@@ -155,15 +147,15 @@ def finetune(settings: Settings, options: argparse.Namespace) -> dict:
         flags |= {"cct_noise_steps": -1, "eval_budgets": True}
     with tempfile.TemporaryDirectory() as folder:
         found = run_script("run_qa" if task == "squad" else "run_glue", flags, folder)
-        model = load_model(folder).base_model
+        model = load_checkpoint(str(folder)).base_model
         if settings["variant"] != CCT:
             return {"score": found[f"eval_{measure}"], "flops": layer_flops(model, LENGTH)}
         measured = {}
         for row in read_json(Path(folder, f"budget_results_{task}.json")):
-            measured[named("score", row["budget"])] = row[f"eval_{measure}"]
+            measured[at_budget("score", row["budget"])] = row[f"eval_{measure}"]
             compute = row["compute_fraction"]
-            measured[named("compute", row["budget"])] = compute
-            measured[named("flops", row["budget"])] = layer_flops(
+            measured[at_budget("compute", row["budget"])] = compute
+            measured[at_budget("flops", row["budget"])] = layer_flops(
                 model, LENGTH, budget=BUDGETS[-1], compute=compute
             )
         return measured
@@ -190,17 +182,18 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
     from hf_moa.timing import compare
 
     text = " ".join(read_lines(wikitext2(options.data_dir, options.models_dir)["test"]))
-    rows = [text[i * 100 :] for i in range(settings["latency_of_batch"])]  # cut to `LENGTH` tokens
+    size = 16 * LENGTH  # characters, which are more than `LENGTH` tokens, to be cut to these
+    rows = [text[i * size : (i + 1) * size] for i in range(settings["latency_of_batch"])]
     candidates = {}
     for variant in VARIANTS:
-        folder = model_folder(options.models_dir, {**settings, "variant": variant})
-        model = load_model(folder).base_model
+        folder = run_folder(options.models_dir, variant, settings["seed"])
+        model = load_checkpoint(str(folder)).base_model
         batch = AutoTokenizer.from_pretrained(folder)(
             rows, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"
         )
         for budget in budgets_of(variant):
-            chosen = {} if budget is None else {"budget": budget}
-            candidates[named(variant, budget)] = partial(model, **batch, **chosen)
+            call = partial(model, **batch, **budget_argument(budget))
+            candidates[at_budget(variant, budget)] = call
     with torch.inference_mode():
         times = compare(candidates, turns=11, title="latency")
     return {time.name: time.value for time in times}
@@ -209,19 +202,18 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 def report(results: Results, folder: Path) -> str:
     """A table in Markdown; the figure is written to `folder`."""
     draw(results, folder / "scores.svg")
-    rows = results.find(latency_of_batch=LATENCY_BATCH)
-    latency = rows[-1]["measured"] if rows else {}
+    latency = latest(results, latency_of_batch=LATENCY_BATCH)
     lines = []
     for variant in VARIANTS:
         for budget in budgets_of(variant):
-            name = named(variant, budget)
+            name = at_budget(variant, budget)
             find = {"variant": variant, "steps": STEPS}
-            perplexity = by_seed(results, named("perplexity", budget), **find)
+            perplexity = by_seed(results, at_budget("perplexity", budget), **find)
             cells = [with_deviation(perplexity.values())]
             for task in TASKS:
                 cells.append(with_deviation(scores(results, task, variant, budget)))
             compute, flops = (
-                by_seed(results, named(measure, budget), task="sst2", **find).values()
+                by_seed(results, at_budget(measure, budget), task="sst2", **find).values()
                 for measure in ("compute", "flops")
             )
             cells += [with_deviation(compute, "{:.2f}")]
@@ -237,14 +229,13 @@ def report(results: Results, folder: Path) -> str:
 def scores(results: Results, task: str, variant: str, budget: float | None) -> list[float]:
     """In per cent."""
     scale = 1 if task == "squad" else 100
-    found = by_seed(results, named("score", budget), task=task, variant=variant, steps=STEPS)
+    found = by_seed(results, at_budget("score", budget), task=task, variant=variant, steps=STEPS)
     return [scale * value for value in found.values()]
 
 
 def draw(results: Results, path: Path) -> None:
     """Scores against the time of a forward pass."""
-    rows = results.find(latency_of_batch=LATENCY_BATCH)
-    latency: dict[str, Any] = rows[-1]["measured"] if rows else {}
+    latency = latest(results, latency_of_batch=LATENCY_BATCH)
     figure, axes = panels(len(TASKS))
     for axis, (task, (measure, _)) in zip(axes, TASKS.items(), strict=True):
         plain = [v for v in VARIANTS if v != CCT]
@@ -252,10 +243,10 @@ def draw(results: Results, path: Path) -> None:
             {"plain, each by itself": plain, "one model with CCT": [CCT]}.items()
         ):
             points = [
-                (latency[named(variant, budget)], scores(results, task, variant, budget))
+                (latency[at_budget(variant, budget)], scores(results, task, variant, budget))
                 for variant in variants
                 for budget in budgets_of(variant)
-                if named(variant, budget) in latency
+                if at_budget(variant, budget) in latency
             ]
             draw_line(axis, points, style, label=name)
         axis.set_title(task.upper())
@@ -274,7 +265,7 @@ EXPERIMENT = Experiment(
     ),
     report=report,
     needed={"models_dir": "where the pretrained models are kept"},
-    optional={"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)},
+    optional=DATA_DIR,
     plan=lambda: [PRETRAINING, VARIANTS, FINETUNING, TASKS],
 )
 

@@ -23,15 +23,24 @@ from functools import partial
 from pathlib import Path
 
 from corpora import multi30k
-from experiment import Experiment, Phase
+from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
-from gate_measures import layer_flops, load_model
+from gate_measures import layer_flops
 from runs import Results, Settings
-from scripts import Flags, merged
-from summaries import by_seed, differences, mean_and_deviation, time_and_machine, with_deviation
+from scripts import Flags, budget_argument, merged, run_folder
+from summaries import (
+    at_budget,
+    by_seed,
+    differences,
+    latest,
+    mean_and_deviation,
+    time_and_machine,
+    with_deviation,
+)
 from translation_runs import FLAGS, Translator, train_translation
 
 from hf_moa.markdown import table
+from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 STEPS = 1_500
@@ -71,17 +80,13 @@ def latency_runs(results: Results) -> list[Settings]:
     return [{"latency": LATENCY_SENTENCES, "seed": SEEDS[0]}]
 
 
-def model_folder(models_dir: str, variant: str, seed: int) -> Path:
-    return Path(models_dir, f"{variant.replace(',', '').replace(' ', '-')}-{seed}")
-
-
 def budgets_of(variant: str) -> tuple[float | None, ...]:
     return BUDGETS if variant in GATED else (None,)
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One training run, and BLEU of a beam search at each budget."""
-    folder = model_folder(options.models_dir, settings["variant"], settings["seed"])
+    folder = run_folder(options.models_dir, settings["variant"], settings["seed"])
     train_translation(
         "multi30k",
         VARIANTS[settings["variant"]],
@@ -92,19 +97,20 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
         folder=folder,
         evaluate=False,
     )
-    model = load_model(folder)
+    model = load_checkpoint(str(folder))
     translator = held_out_text(options, folder)
     measured = {"parameters": model.num_parameters()}
     for budget in budgets_of(settings["variant"]):
-        chosen = {} if budget is None else {"budget": budget}
-        name = "" if budget is None else f" at {budget:g}"
-        measured[f"bleu{name}"] = translator.bleu(model, num_beams=5, **chosen)
+        bleu = translator.bleu(model, num_beams=5, **budget_argument(budget))
+        measured[at_budget("bleu", budget)] = bleu
         if budget is None:
             measured["flops"] = layer_flops(model, *LENGTHS)
         else:
             compute = mean_compute(model, translator, budget)
-            measured[f"compute{name}"] = compute
-            measured[f"flops{name}"] = layer_flops(model, *LENGTHS, budget=BUDGETS[-1], compute=compute)
+            measured[at_budget("compute", budget)] = compute
+            measured[at_budget("flops", budget)] = layer_flops(
+                model, *LENGTHS, budget=BUDGETS[-1], compute=compute
+            )
     return measured
 
 
@@ -136,13 +142,12 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 
     candidates = {}
     for variant in (*PLAIN, "CCT"):
-        folder = model_folder(options.models_dir, variant, settings["seed"])
+        folder = run_folder(options.models_dir, variant, settings["seed"])
         translator = held_out_text(options, folder, settings["latency"])
-        model = load_model(folder)
+        model = load_checkpoint(str(folder))
         for budget in budgets_of(variant):
-            chosen = {} if budget is None else {"budget": budget}
-            name = variant if budget is None else f"{variant} at {budget:g}"
-            candidates[name] = partial(translator.translate, model, new_tokens=LENGTHS[1], **chosen)
+            chosen = {"new_tokens": LENGTHS[1], **budget_argument(budget)}
+            candidates[at_budget(variant, budget)] = partial(translator.translate, model, **chosen)
     times = compare(candidates, turns=11, title="latency")
     return {time.name: time.value / settings["latency"] for time in times}
 
@@ -150,16 +155,15 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 def report(results: Results, folder: Path) -> str:
     """Tables in Markdown; the figure is written to `folder`."""
     draw(results, folder / "bleu.svg")
-    rows = results.find(latency=LATENCY_SENTENCES)
-    latency = rows[-1]["measured"] if rows else {}
+    latency = latest(results, latency=LATENCY_SENTENCES)
     full = bleus(results, next(iter(PLAIN)))
     lines = []
     for variant in VARIANTS:
         for budget in budgets_of(variant):
-            name = variant if budget is None else f"{variant} at {budget:g}"
+            name = at_budget(variant, budget)
             found = bleus(results, variant, budget)
             compute = share_computed(results, variant, budget)
-            flops = by_seed(results, named("flops", budget), variant=variant, steps=STEPS)
+            flops = by_seed(results, at_budget("flops", budget), variant=variant, steps=STEPS)
             time = f"{latency[name]:.2f}" if name in latency else "-"
             apart = [] if variant == next(iter(PLAIN)) else differences(found, full)
             cells = [with_deviation(found.values()), with_deviation(apart, sign=True)]
@@ -177,11 +181,7 @@ def report(results: Results, folder: Path) -> str:
 
 
 def bleus(results: Results, variant: str, budget: float | None = None) -> dict[int, float]:
-    return by_seed(results, named("bleu", budget), variant=variant, steps=STEPS)
-
-
-def named(measure: str, budget: float | None) -> str:
-    return measure if budget is None else f"{measure} at {budget:g}"
+    return by_seed(results, at_budget("bleu", budget), variant=variant, steps=STEPS)
 
 
 def share_computed(results: Results, variant: str, budget: float | None) -> str:
@@ -199,7 +199,7 @@ def draw(results: Results, path: Path) -> None:
         found = []
         for variant in variants:
             for budget in budgets_of(variant):
-                flops = by_seed(results, named("flops", budget), variant=variant, steps=STEPS)
+                flops = by_seed(results, at_budget("flops", budget), variant=variant, steps=STEPS)
                 if flops:
                     x = mean_and_deviation(flops.values())[0] / 1e6
                     found.append((x, list(bleus(results, variant, budget).values())))
@@ -219,7 +219,7 @@ EXPERIMENT = Experiment(
     phases=(Phase("training", runs, measure), Phase("latency", latency_runs, measure_latency)),
     report=report,
     needed={"models_dir": "where the models are kept, to be timed"},
-    optional={"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)},
+    optional=DATA_DIR,
     plan=lambda: [FLAGS, VARIANTS],
 )
 

@@ -15,6 +15,10 @@ from runs import Results, Settings, carry_out
 
 HERE = Path(__file__).resolve().parent
 
+# options of several experiments
+DATA_DIR = {"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)}
+WORK_DIR = {"work_dir": ("for texts of the Hub", "runs")}
+
 
 @dataclass(frozen=True)
 class Phase:

@@ -7,18 +7,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from summaries import Column
+
 from hf_moa.analysis import analyze
 from hf_moa.analysis.text_batches import TextBatches, read_text
 
-
-def load_model(folder: str | Path) -> Any:
-    """The gated model of a checkpoint, of the class that it names."""
-    from transformers import AutoConfig
-
-    import hf_moa
-
-    name = AutoConfig.from_pretrained(folder).architectures[0]
-    return getattr(hf_moa, name).from_pretrained(folder).eval()
+# of what `balance` returns
+LOAD_CV = Column("CV of the load", "load_cv", "{:.2f}")
+LOAD_MAX = Column("largest load / mean", "load_max", "{:.2f}")
+UNUSED = Column("experts with less than a tenth of the mean", "unused", "{:.0%}")
 
 
 def tables_of(

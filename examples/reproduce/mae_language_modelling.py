@@ -18,11 +18,13 @@ import tempfile
 from pathlib import Path
 
 from corpora import wikitext2
-from experiment import Experiment, Phase
-from gate_measures import load_model, mae_gates, tables_of
+from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
+from gate_measures import mae_gates, tables_of
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, run_script
 from summaries import Column, time_and_machine, variant_table
+
+from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 BLOCKS, EPOCHS = 3_600, 5
@@ -75,7 +77,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
         found = run_script("run_clm", flags, folder)
         measured = {"perplexity": found["predict_perplexity"], "train_seconds": found["train_runtime"]}
         if VARIANTS[settings["variant"]]["attention_type"] == "mae":
-            measured |= mae_gates(tables_of(load_model(folder), folder, files["test"], limit=1_000))
+            measured |= mae_gates(tables_of(load_checkpoint(folder), folder, files["test"], limit=1_000))
         return measured
 
 
@@ -96,10 +98,7 @@ EXPERIMENT = Experiment(
     phases=(Phase("training", runs, measure),),
     report=report,
     needed={},
-    optional={
-        "data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None),
-        "work_dir": ("for texts of the Hub", "runs"),
-    },
+    optional=DATA_DIR | WORK_DIR,
     plan=lambda: [FLAGS, VARIANTS],
 )
 

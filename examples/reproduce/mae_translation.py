@@ -20,9 +20,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from experiment import Experiment, Phase
+from experiment import DATA_DIR, Experiment, Phase
 from runs import Results, Settings
-from scripts import Flags
+from scripts import Flags, run_folder
 from summaries import Column, time_and_machine, variant_table
 from translation_runs import CORPORA, FLAGS, train_translation
 
@@ -57,8 +57,7 @@ def runs(results: Results) -> list[Settings]:
 
 
 def model_folder(models_dir: str | Path, settings: Settings) -> Path:
-    name = settings["variant"].replace(",", "").replace(" ", "-")
-    return Path(models_dir, settings["corpus"], f"{name}-{settings['seed']}")
+    return run_folder(Path(models_dir, settings["corpus"]), settings["variant"], settings["seed"])
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
@@ -96,7 +95,7 @@ EXPERIMENT = Experiment(
     phases=(Phase("training", runs, measure),),
     report=report,
     needed={"models_dir": "where the trained models are kept"},
-    optional={"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)},
+    optional=DATA_DIR,
     plan=lambda: [FLAGS, VARIANTS],
 )
 

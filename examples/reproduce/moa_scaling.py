@@ -21,14 +21,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from corpora import wikitext2
-from experiment import Experiment, Phase
+from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from figures import draw_line, panels, save
-from gate_measures import balance, load_model, tables_of
+from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
 from runs import Results, Settings
-from scripts import Flags, merged, run_script
+from scripts import Flags, merged
 from summaries import Column, by_seed, time_and_machine, variant_table
 from translation_runs import FLAGS, train_translation
+from wikitext_runs import train_on_wikitext2
+
+from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
@@ -109,17 +111,16 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
 
 
 def masked(flags: Flags, settings: Settings, options: argparse.Namespace, folder: str) -> dict:
-    files = wikitext2(options.data_dir, options.work_dir)
-    flags = {
-        **merged(MASKED, flags),
-        "train_file": files["train"],
-        "validation_file": files["test"],
-        "max_train_steps": settings["steps"],
-        "eval_steps": settings["steps"] + 1,  # in the end alone
-        "seed": settings["seed"],
-    }
-    found = run_script("run_mlm_no_trainer", flags, folder)
-    return {"perplexity": found["perplexity"], **model_facts(folder, files["test"])}
+    found = train_on_wikitext2(
+        "run_mlm_no_trainer",
+        merged(MASKED, flags),
+        steps=settings["steps"],
+        seed=settings["seed"],
+        data_dir=options.data_dir,
+        work_dir=options.work_dir,
+        folder=folder,
+    )
+    return {"perplexity": found["perplexity"], **model_facts(folder, found["files"]["test"])}
 
 
 def translation(flags: Flags, settings: Settings, options: argparse.Namespace, folder: str) -> dict:
@@ -141,7 +142,7 @@ def model_facts(folder: str, text: str, target: str | None = None) -> dict[str, 
     """Size, multiply-accumulates of attention per token, and the experts' load on the first lines."""
     from hf_moa.modeling.flops import count_flops
 
-    model = load_model(folder)
+    model = load_checkpoint(folder)
     length = LENGTHS["masked" if target is None else "translation"]
     flops = count_flops(model, *([length] if target is None else [length, length]))
     attention = sum(part.active for part in flops.parts if part.part.endswith("attention"))
@@ -158,11 +159,6 @@ def report(results: Results, folder: Path) -> str:
         Column("parameters", "parameters", "{:,.0f}"),
         Column("attention, kFLOPs per token", "attention_flops", "{:.0f}", scale=1e-3),
     ]
-    load = [
-        Column("largest load / mean", "load_max", "{:.2f}"),
-        Column("CV of the load", "load_cv", "{:.2f}"),
-        Column("experts with less than a tenth of the mean", "unused", "{:.0%}"),
-    ]
     perplexity = Column("perplexity", "perplexity", "{:.2f}", paired=True)
     bleu = Column("BLEU", "bleu", "{:.2f}", paired=True)
     names = list(VARIANTS["masked"])
@@ -170,15 +166,15 @@ def report(results: Results, folder: Path) -> str:
     common = {"task": "masked", "steps": STEPS["masked"]}
     parts = [
         "### Masked language models",
-        variant_table(results, scaling, [*size, perplexity, load[0]], **common),
+        variant_table(results, scaling, [*size, perplexity, LOAD_MAX], **common),
         "### Without the routers' losses",
-        variant_table(results, ablation, [perplexity, *load], **common),
+        variant_table(results, ablation, [perplexity, LOAD_MAX, LOAD_CV, UNUSED], **common),
         time_and_machine(results, task="masked"),
         "### Translation",
         variant_table(
             results,
             VARIANTS["translation"],
-            [*size, bleu, Column("test loss", "loss", "{:.3f}", paired=True), load[0]],
+            [*size, bleu, Column("test loss", "loss", "{:.3f}", paired=True), LOAD_MAX],
             task="translation",
             steps=STEPS["translation"],
         ),
@@ -211,10 +207,7 @@ EXPERIMENT = Experiment(
     phases=(Phase("training", runs, measure),),
     report=report,
     needed={},
-    optional={
-        "data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None),
-        "work_dir": ("for texts of the Hub", "runs"),
-    },
+    optional=DATA_DIR | WORK_DIR,
     plan=lambda: [MASKED, FLAGS, VARIANTS],
 )
 

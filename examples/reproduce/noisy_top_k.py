@@ -17,12 +17,14 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from corpora import wikitext2
-from experiment import Experiment, Phase
-from gate_measures import balance, load_model, tables_of
+from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
+from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
 from runs import Results, Settings
-from scripts import Flags, merged, run_script
+from scripts import Flags, merged
 from summaries import Column, time_and_machine, variant_table
+from wikitext_runs import train_on_wikitext2
+
+from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 STEPS = 1_200
@@ -75,27 +77,27 @@ def runs(results: Results) -> list[Settings]:
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_clm_no_trainer.py`, and the expert load on the test text."""
-    files = wikitext2(options.data_dir, options.work_dir)
-    flags = {
-        **merged(FLAGS, VARIANTS[settings["variant"]]),
-        "train_file": files["train"],
-        "validation_file": files["test"],
-        "max_train_steps": settings["steps"],
-        "eval_steps": settings["steps"] + 1,  # in the end alone
-        "seed": settings["seed"],
-    }
     with tempfile.TemporaryDirectory() as folder:
-        found = run_script("run_clm_no_trainer", flags, folder)
-        tables = tables_of(load_model(folder), folder, files["test"], limit=1_000)
+        found = train_on_wikitext2(
+            "run_clm_no_trainer",
+            merged(FLAGS, VARIANTS[settings["variant"]]),
+            steps=settings["steps"],
+            seed=settings["seed"],
+            data_dir=options.data_dir,
+            work_dir=options.work_dir,
+            folder=folder,
+        )
+        model = load_checkpoint(folder)
+        tables = tables_of(model, folder, found["files"]["test"], limit=1_000)
     return {"perplexity": found["perplexity"], **balance(tables)}
 
 
 def report(results: Results, folder: Path) -> str:
     columns = [
         Column("perplexity", "perplexity", "{:.2f}", paired=True),
-        Column("CV of the load", "load_cv", "{:.2f}"),
-        Column("largest load / mean", "load_max", "{:.2f}"),
-        Column("experts with less than a tenth of the mean", "unused", "{:.0%}"),
+        LOAD_CV,
+        LOAD_MAX,
+        UNUSED,
     ]
     return f"{variant_table(results, VARIANTS, columns, steps=STEPS)}\n\n{time_and_machine(results)}"
 
@@ -106,10 +108,7 @@ EXPERIMENT = Experiment(
     phases=(Phase("training", runs, measure),),
     report=report,
     needed={},
-    optional={
-        "data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None),
-        "work_dir": ("for texts of the Hub", "runs"),
-    },
+    optional=DATA_DIR | WORK_DIR,
     plan=lambda: [FLAGS, VARIANTS],
 )
 

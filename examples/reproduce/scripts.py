@@ -52,5 +52,15 @@ def merged(flags: Flags, more: Flags) -> Flags:
     return result
 
 
+def run_folder(parent: str | Path, variant: str, seed: int) -> Path:
+    """Where a run's model is kept."""
+    return Path(parent, f"{variant.replace(',', '').replace(' ', '-')}-{seed}")
+
+
+def budget_argument(budget: float | None) -> dict[str, float]:
+    """What a call of a model is given for a budget; without one, nothing."""
+    return {} if budget is None else {"budget": budget}
+
+
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import mae_translation
-from experiment import Experiment, Phase
-from gate_measures import load_model, mae_gates, tables_of
+from experiment import DATA_DIR, Experiment, Phase
+from gate_measures import mae_gates, tables_of
 from runs import Results, Settings
 from summaries import Column, time_and_machine, variant_table
 from translation_runs import CORPORA, Translator
 
 from hf_moa.markdown import table
+from hf_moa_cli.command import load_checkpoint
 
 VARIANTS = [
     name
@@ -47,7 +48,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
     torch.manual_seed(settings["seed"])  # of the experts that are drawn
     files = CORPORA[settings["corpus"]](options.data_dir, options.models_dir)
     folder = mae_translation.model_folder(options.models_dir, settings)
-    model = load_model(folder)
+    model = load_checkpoint(str(folder))
     tables = tables_of(model, folder, files["test_source"], target=files["test_target"])
     measured: dict[str, Any] = mae_gates(tables)
     for part in PARTS:
@@ -125,7 +126,7 @@ EXPERIMENT = Experiment(
     phases=(Phase("measuring", runs, measure),),
     report=report,
     needed={"models_dir": "of mae_translation.py"},
-    optional={"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)},
+    optional=DATA_DIR,
     plan=mae_translation.EXPERIMENT.plan,
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runs import Results, Settings
+from runs import Results
 
 from hf_moa.markdown import table
 
@@ -79,12 +79,22 @@ def differences(values: dict[int, float], base: dict[int, float]) -> list[float]
     return [values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())]
 
 
-def best(results: Results, measure: str, *, lowest: bool = False, **settings: Any) -> Settings | None:
-    """The settings of the run with the best value among those that have `settings`; None of none."""
-    sign = -1 if lowest else 1
+def best_rate(results: Results, measure: str, **settings: Any) -> float:
+    """The learning rate of the run with the largest value among those with `settings`; NaN of none."""
     rows = results.find(**settings)
-    row = max(rows, key=lambda row: sign * row["measured"][measure], default=None)
-    return None if row is None else row["settings"]
+    row = max(rows, key=lambda row: row["measured"][measure], default=None)
+    return float("nan") if row is None else row["settings"]["learning_rate"]
+
+
+def latest(results: Results, **settings: Any) -> dict[str, float]:
+    """What the last run that has these settings measured; empty of none."""
+    rows = results.find(**settings)
+    return rows[-1]["measured"] if rows else {}
+
+
+def at_budget(name: str, budget: float | None) -> str:
+    """What a measure or a model is called at a budget of CCT; without one, as it is."""
+    return name if budget is None else f"{name} at {budget:g}"
 
 
 def mean_and_deviation(values: Iterable[float]) -> tuple[float, float]:

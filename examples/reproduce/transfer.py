@@ -23,11 +23,11 @@ from pathlib import Path
 
 import mae_translation
 from corpora import multi30k
-from experiment import Experiment, Phase
+from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, run_script
-from summaries import best, by_seed, time_and_machine, with_deviation
+from summaries import best_rate, by_seed, time_and_machine, with_deviation
 
 from hf_moa.markdown import table
 
@@ -78,9 +78,8 @@ def final_runs(results: Results) -> list[Settings]:
 
 
 def chosen_rate(results: Results, method: str) -> float:
-    """The rate with the best validation BLEU of the tuning runs; 0 before the first, and of NOFT."""
-    found = best(results, "bleu", method=method, **TUNING)
-    return 0.0 if found is None else found["learning_rate"]
+    """That with the best validation BLEU of the tuning runs; NOFT trains nothing."""
+    return best_rate(results, "bleu", method=method, **TUNING) if METHODS[method] else 0.0
 
 
 def num_steps(fraction: float) -> int:
@@ -176,7 +175,7 @@ EXPERIMENT = Experiment(
     phases=(Phase("rates", tuning_runs, measure), Phase("fractions", final_runs, measure)),
     report=report,
     needed={"models_dir": "of mae_translation.py"},
-    optional={"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)},
+    optional=DATA_DIR,
     plan=lambda: [mae_translation.EXPERIMENT.plan(), TRAINING, EPOCHS, LEAST_STEPS],
 )
 

@@ -28,8 +28,8 @@ from typing import Any
 from experiment import Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
-from scripts import TRAINER_FLAGS, Flags, read_json, run_script
-from summaries import best, by_seed, with_deviation
+from scripts import TRAINER_FLAGS, Flags, budget_argument, read_json, run_script
+from summaries import at_budget, best_rate, by_seed, latest, with_deviation
 
 from hf_moa.markdown import table
 
@@ -94,10 +94,8 @@ def final_runs(results: Results) -> list[Settings]:
 
 
 def chosen_rate(results: Results, model: str) -> float:
-    """The rate with the best accuracy of the tuning runs, of CCT's the mean over budgets; NaN before
-    the first."""
-    found = best(results, "mean_accuracy", model=model, seed=TUNING_SEED)
-    return float("nan") if found is None else found["learning_rate"]
+    """That with the best accuracy of the tuning runs, of CCT's the mean over budgets."""
+    return best_rate(results, "mean_accuracy", model=model, seed=TUNING_SEED)
 
 
 def latency_runs(results: Results) -> list[Settings]:
@@ -134,7 +132,7 @@ def _finetune(settings: Settings, options: argparse.Namespace, folder: Path) -> 
         "seed": settings["seed"],
     }
     with tempfile.TemporaryDirectory() as cut:
-        if len(CUT.get(model, ())) < len(CUT["6 layers"]) and model != GATED:
+        if model in CUT and CUT[model] != CUT["6 layers"]:
             keep_layers(options.model_name_or_path, CUT[model], cut)
             flags["model_name_or_path"] = cut
         measured = run_script("run_glue", flags, folder)
@@ -163,8 +161,8 @@ def read_run(measured: dict[str, Any], folder: Path, task: str) -> dict[str, Any
     budgets = folder / f"budget_results_{task}.json"
     if budgets.is_file():
         for row in read_json(budgets):
-            run[f"accuracy at {row['budget']:g}"] = row["eval_accuracy"]
-            run[f"compute at {row['budget']:g}"] = row["compute_fraction"]
+            run[at_budget("accuracy", row["budget"])] = row["eval_accuracy"]
+            run[at_budget("compute", row["budget"])] = row["compute_fraction"]
     accuracies = [value for name, value in run.items() if name.startswith("accuracy at")]
     run["mean_accuracy"] = sum(accuracies) / len(accuracies) if accuracies else run["accuracy"]
     return run
@@ -173,7 +171,7 @@ def read_run(measured: dict[str, Any], folder: Path, task: str) -> dict[str, Any
 def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
     """Milliseconds per example for the first development examples in batches, by model and budget."""
     import torch
-    from run_glue import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     from hf_moa.timing import compare
 
@@ -184,8 +182,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
     for name, folder in folders.items():
         model = AutoModelForSequenceClassification.from_pretrained(folder).to(device).eval()
         for column, budget in columns(name).items():
-            kwargs = {} if budget is None else {"budget": budget}
-            candidates[column] = partial(_run_all, model, batches, kwargs)
+            candidates[column] = partial(_run_all, model, batches, budget_argument(budget))
     with torch.inference_mode():
         times = compare(candidates, turns=11, title="latency")
     return {time.name: time.value / LATENCY_EXAMPLES for time in times}
@@ -193,7 +190,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 
 def columns(model: str) -> dict[str, float | None]:
     """What the report calls a model at each of its budgets -> the budget."""
-    return {f"{model} at {b:g}": b for b in BUDGETS} if model == GATED else {model: None}
+    return {at_budget(model, budget): budget for budget in (BUDGETS if model == GATED else (None,))}
 
 
 def _run_all(model: Callable[..., Any], batches: list[dict], kwargs: dict[str, Any]) -> None:
@@ -204,11 +201,14 @@ def _run_all(model: Callable[..., Any], batches: list[dict], kwargs: dict[str, A
 def development_batches(
     settings: Settings, options: argparse.Namespace, tokenizer: Path, device: str
 ) -> list[dict]:
-    from run_glue import GLUE_TASKS, AutoTokenizer, datasets, load_glue_tsv
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+
+    from hf_moa.training import GLUE_TASKS, load_glue_tsv
 
     task, size = settings["task"], settings["latency_of_batch"]
     if options.data_dir is None:
-        splits = datasets.load_dataset("nyu-mll/glue", task)
+        splits = load_dataset("nyu-mll/glue", task)
     else:
         splits = load_glue_tsv(options.data_dir, task)
     rows = splits["validation_matched" if task == "mnli" else "validation"][:LATENCY_EXAMPLES]
@@ -230,7 +230,7 @@ def report(results: Results, folder: Path) -> str:
 
 def task_table(results: Results, task: str) -> str:
     """Accuracy, share of the gated compute, and time, of each model and budget."""
-    latency = {size: latencies(results, task, size) for size in BATCH_SIZES}
+    latency = {size: latest(results, task=task, latency_of_batch=size) for size in BATCH_SIZES}
     full = next(iter(CUT))
     rows = []
     for model in MODELS:
@@ -249,8 +249,7 @@ def task_table(results: Results, task: str) -> str:
 
 def accuracies(results: Results, task: str, model: str, budget: float | None) -> list[float]:
     """In per cent, of the seeds that the report shows."""
-    measure = "accuracy" if budget is None else f"accuracy at {budget:g}"
-    rate = chosen_rate(results, model)
+    rate, measure = chosen_rate(results, model), at_budget("accuracy", budget)
     found = by_seed(results, measure, task=task, model=model, learning_rate=rate)
     return [100 * value for seed, value in found.items() if seed in SEEDS]
 
@@ -258,21 +257,16 @@ def accuracies(results: Results, task: str, model: str, budget: float | None) ->
 def computes(results: Results, task: str, rate: float, budget: float | None) -> list[float]:
     if budget is None:
         return []
-    measure = f"compute at {budget:g}"
+    measure = at_budget("compute", budget)
     found = by_seed(results, measure, task=task, model=GATED, learning_rate=rate)
     return [value for seed, value in found.items() if seed in SEEDS]
-
-
-def latencies(results: Results, task: str, size: int) -> dict[str, float]:
-    rows = results.find(task=task, latency_of_batch=size)
-    return rows[-1]["measured"] if rows else {}
 
 
 def draw(results: Results, path: Path) -> None:
     """Accuracy against time, batches of the largest size: the plain models, and one gated checkpoint."""
     figure, axes = panels(len(TASKS))
     for axis, task in zip(axes, TASKS, strict=True):
-        found = latencies(results, task, BATCH_SIZES[-1])
+        found = latest(results, task=task, latency_of_batch=BATCH_SIZES[-1])
         for style, (name, models) in enumerate(
             {"MiniLM of 6, 3 and 2 layers": tuple(CUT), f"one checkpoint, {GATED}": (GATED,)}.items(), 1
         ):

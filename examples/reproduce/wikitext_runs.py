@@ -1,0 +1,42 @@
+"""One run of a language model on WikiText-2, for the experiments that share it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from corpora import wikitext2
+from scripts import Flags, run_script
+
+
+def train_on_wikitext2(
+    script: str,
+    flags: Flags,
+    *,
+    steps: int,
+    seed: int,
+    data_dir: str | None,
+    work_dir: str | Path,
+    folder: str | Path,
+) -> dict[str, Any]:
+    """Run `run_clm_no_trainer` or `run_mlm_no_trainer`, evaluated on the test text in the end.
+
+    Args:
+        script: which one.
+        flags: of the model and its training.
+        data_dir, work_dir: of `wikitext2`.
+        folder: for the model.
+
+    Returns:
+        What the script measured, and the `files`.
+    """
+    files = wikitext2(data_dir, work_dir)
+    flags = {
+        **flags,
+        "train_file": files["train"],
+        "validation_file": files["test"],
+        "max_train_steps": steps,
+        "eval_steps": steps + 1,  # in the end alone
+        "seed": seed,
+    }
+    return {**run_script(script, flags, folder), "files": files}
