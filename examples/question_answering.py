@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import collections
-import gzip
 import json
 import re
 import string
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import numpy as np
 from datasets import Dataset
+from text_files import open_text
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 
@@ -25,10 +24,7 @@ def read_squad(path: str, flag: str) -> Dataset:
     Raises:
         ValueError: no such file, or one of another form; the message names `flag`.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"`{flag}` must be a file of questions (got {path}: no such file).")
-    opened = gzip.open if path.endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8") as file:
+    with open_text(path, flag, "file of questions") as file:
         try:
             articles = json.load(file)["data"]
             rows = [

@@ -44,9 +44,10 @@ from gating_arguments import (
 )
 from peft import TaskType
 from text_training import (
-    HubArguments,
+    CheckpointArguments,
     find_checkpoint,
     finish,
+    load_tokenizer,
     parse_arguments,
     set_up_logging,
     train,
@@ -54,7 +55,6 @@ from text_training import (
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedModel,
@@ -76,14 +76,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class ModelArguments(HubArguments):
+class ModelArguments(CheckpointArguments):
     """Which checkpoint, config and tokenizer to start from."""
 
-    model_name_or_path: str = field(
-        metadata={"help": "Path of a pretrained model, or its name on the Hub."}
-    )
     config_name: str | None = optional("Path or name of the config, if not that of the model.")
-    tokenizer_name: str | None = optional("Path or name of the tokenizer, if not that of the model.")
     ignore_mismatched_sizes: bool = field(
         default=False,
         metadata={"help": "Draw a new classifier where the checkpoint's has another shape."},
@@ -286,9 +282,7 @@ def main(args: list[str] | None = None) -> None:
     model = adapt(model, adapter_args, TaskType.SEQ_CLS, Path(training_args.output_dir, "base_model"))
     label_ids = None if task.is_regression else label_order(model, task)
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_args.tokenizer_name or model_args.model_name_or_path, **model_args.hub_kwargs()
-    )
+    tokenizer = load_tokenizer(model_args)
     if data_args.max_seq_length > tokenizer.model_max_length:
         logger.warning(
             f"max_seq_length {data_args.max_seq_length} is more than the model takes; "

@@ -29,17 +29,17 @@ from gating_arguments import (
 from peft import TaskType
 from question_answering import AnswerMetric, Features, read_squad
 from text_training import (
-    HubArguments,
+    CheckpointArguments,
     check_counts,
     find_checkpoint,
     finish,
+    load_tokenizer,
     parse_arguments,
     set_up_logging,
     train,
 )
 from transformers import (
     AutoModelForQuestionAnswering,
-    AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedTokenizerBase,
     default_data_collator,
@@ -49,16 +49,6 @@ from transformers import (
 from hf_moa.training import MoaTrainer, MoaTrainingArguments
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class ModelArguments(HubArguments):
-    """Which checkpoint and tokenizer to start from."""
-
-    model_name_or_path: str = field(
-        metadata={"help": "Path of a pretrained model, or its name on the Hub."}
-    )
-    tokenizer_name: str | None = optional("Path or name of the tokenizer, if not that of the model.")
 
 
 @dataclass
@@ -103,7 +93,7 @@ class DataTrainingArguments:
 
 
 def load_questions(
-    data_args: DataTrainingArguments, model_args: ModelArguments, split: str
+    data_args: DataTrainingArguments, model_args: CheckpointArguments, split: str
 ) -> datasets.Dataset:
     """The first questions of a split, as many as the flags want."""
     if data_args.dataset_name is not None:
@@ -156,7 +146,7 @@ def check_arguments(training_args: MoaTrainingArguments) -> None:
 def main(args: list[str] | None = None) -> None:
     model_args, data_args, gating_args, adapter_args, training_args = parse_arguments(
         args,
-        ModelArguments,
+        CheckpointArguments,
         DataTrainingArguments,
         GatingArguments,
         AdapterArguments,
@@ -176,9 +166,7 @@ def main(args: list[str] | None = None) -> None:
     model = adapt(
         model, adapter_args, TaskType.QUESTION_ANS, Path(training_args.output_dir, "base_model")
     )
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_args.tokenizer_name or model_args.model_name_or_path, **model_args.hub_kwargs()
-    )
+    tokenizer = load_tokenizer(model_args)
 
     def prepare(split: str) -> Features:
         questions = load_questions(data_args, model_args, split)

@@ -8,6 +8,19 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
+
+
+def open_text(path: str, flag: str, holds: str = "text file, plain or .gz") -> TextIO:
+    """A UTF-8 file, plain or .gz, to be read.
+
+    Raises:
+        ValueError: there is no such file; the message names `flag` and says what it `holds`.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"`{flag}` must be a {holds} (got {path}: no such file).")
+    opened = gzip.open if path.endswith(".gz") else open
+    return opened(path, "rt", encoding="utf-8-sig")
 
 
 def read_lines(path: str, flag: str) -> list[str]:
@@ -16,10 +29,7 @@ def read_lines(path: str, flag: str) -> list[str]:
     Raises:
         ValueError: there is no such file, or it is empty; the message names `flag`.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"`{flag}` must be a text file, plain or .gz (got {path}: no such file).")
-    opened = gzip.open if path.endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8-sig") as file:
+    with open_text(path, flag) as file:
         lines = list(file)
     if not lines:
         raise ValueError(f"`{flag}` must hold text (got {path}, which is empty).")

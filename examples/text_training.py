@@ -52,6 +52,16 @@ class HubArguments:
 
 
 @dataclass
+class CheckpointArguments(HubArguments):
+    """Which checkpoint and tokenizer to start from."""
+
+    model_name_or_path: str = field(
+        metadata={"help": "Path of a pretrained model, or its name on the Hub."}
+    )
+    tokenizer_name: str | None = optional("Path or name of the tokenizer, if not that of the model.")
+
+
+@dataclass
 class ModelArguments(HubArguments):
     """Which checkpoint to start from, or what to build from scratch; and the tokenizer."""
 
@@ -138,7 +148,7 @@ def find_checkpoint(training_args: TrainingArguments) -> str | None:
 
 
 def load_tokenizer(
-    model_args: ModelArguments, checkpoint: str | Path | None
+    model_args: CheckpointArguments | ModelArguments, checkpoint: str | Path | None = None
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer that the flags or a checkpoint to resume from name; None: one is to be trained."""
     name = model_args.tokenizer_name or model_args.model_name_or_path
