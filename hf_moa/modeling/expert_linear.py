@@ -4,8 +4,8 @@ Two maps, because attention stands between them: into the heads (`ExpertInput`) 
 (`ExpertOutput`). Each has three forms of the same function, and takes the one that is fastest:
 
 - dense: all N experts in one matrix product, of which the chosen are kept. Fastest where N is not much
-  larger than k; the only one on accelerators and in exported graphs.
-- by expert (`expert_loop.py`): no other expert is computed. On a CPU, for many tokens.
+  larger than k, and the only one in exported graphs.
+- by expert (`expert_products.py`): no other expert is computed. On a CPU or a GPU, for many tokens.
 - by slot: a vector product for each of a single token's experts. On a CPU, to decode.
 """
 
@@ -13,30 +13,41 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
+from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing, is_triton_available
 
-from .expert_loop import expert_input, expert_output
+from .expert_products import expert_input, expert_output
 from .precision import compute_dtype
 from .transforms import is_transformed
 
+_HAS_TRITON = is_triton_available()
+
 
 def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
-    """Whether computing expert by expert is faster than computing all, as measured on a CPU.
+    """Whether computing expert by expert is faster than computing all.
 
     Dense products cost N a token. By expert they cost k, times a factor for moving the rows, and a
-    fixed price per expert. Half precision multiplies so fast that moving is most of the cost.
+    fixed price, in multiplications. On a CPU, where half precision multiplies so fast that moving is
+    most of the cost, both were measured, and the price is that of an expert. On a GPU they are reckoned
+    from its rates (one was never at hand): what the output's rows cost to be written and summed, and the
+    start of the kernels.
 
     Args:
         index: `[B, T, k]`, chosen experts.
         weight: `[N, a, b]`.
     """
-    if weight.device.type != "cpu" or _is_drawn_as_graph() or is_transformed():
+    if _is_drawn_as_graph() or is_transformed():
         return False
     num_experts, a, b = weight.shape
-    is_half = compute_dtype(weight).itemsize == 2
-    factor, price = (4.0, 5_000_000) if is_half else (1.4, 1_300_000)
+    item_size = compute_dtype(weight).itemsize
+    if weight.device.type == "cpu":
+        factor, price = (4.0, 5_000_000) if item_size == 2 else (1.4, 1_300_000)
+        price *= num_experts
+    elif weight.device.type == "cuda" and item_size <= 4 and _HAS_TRITON:
+        factor, price = 3.0, 20_000_000_000
+    else:
+        return False
     num_tokens, num_selected = index.shape[0] * index.shape[1], index.shape[2]
-    return num_tokens * (num_experts - factor * num_selected) * a * b > price * num_experts
+    return num_tokens * (num_experts - factor * num_selected) * a * b > price
 
 
 def computes_by_slot(index: Tensor, weight: Tensor) -> bool:

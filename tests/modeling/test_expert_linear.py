@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from hf_moa.modeling import expert_linear, expert_loop
+from hf_moa.modeling import expert_linear, expert_loop, expert_products
 from hf_moa.modeling.expert_linear import ExpertInput, ExpertOutput
 
 N, K, WIDE, NARROW = 7, 3, 12, 5
@@ -72,11 +72,13 @@ def test_gradients(rows, monkeypatch):
     into, out_of = layers()
     index = choose(2, 6).flatten(0, 1)
     x = torch.randn(len(index), WIDE, dtype=torch.float64, requires_grad=True)
-    gradcheck(lambda *args: expert_loop.expert_input(args[0], index, *args[1:]), (x, *into.parameters()))
+    gradcheck(
+        lambda *args: expert_products.expert_input(args[0], index, *args[1:]), (x, *into.parameters())
+    )
     heads = torch.randn(*index.shape, NARROW, dtype=torch.float64, requires_grad=True)
     scale = torch.rand(index.shape, dtype=torch.float64, requires_grad=True)
     gradcheck(
-        lambda *args: expert_loop.expert_output(args[0], index, *args[1:]),
+        lambda *args: expert_products.expert_output(args[0], index, *args[1:]),
         (heads, scale, out_of.weight),
     )
 
@@ -87,11 +89,13 @@ def test_operators_are_what_compilers_expect():
     x = torch.randn(len(index), WIDE, dtype=torch.float64, requires_grad=True)
     heads = torch.randn(*index.shape, NARROW, dtype=torch.float64, requires_grad=True)
     scale = torch.rand(index.shape, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(torch.ops.hf_moa.expert_input, (x, index, into.weight, into.bias))
-    torch.library.opcheck(torch.ops.hf_moa.expert_input, (x, index, into.weight, None))
+    torch.library.opcheck(torch.ops.hf_moa.expert_groups, (index, N))
+    groups = torch.ops.hf_moa.expert_groups(index, N)
+    torch.library.opcheck(torch.ops.hf_moa.expert_input, (x, *groups, into.weight, into.bias))
+    torch.library.opcheck(torch.ops.hf_moa.expert_input, (x, *groups, into.weight, None))
     transposed = torch.randn(WIDE, len(index), dtype=torch.float64, requires_grad=True).T
-    torch.library.opcheck(torch.ops.hf_moa.expert_input, (transposed, index, into.weight, into.bias))
-    torch.library.opcheck(torch.ops.hf_moa.expert_output, (heads, index, scale, out_of.weight))
+    torch.library.opcheck(torch.ops.hf_moa.expert_input, (transposed, *groups, into.weight, into.bias))
+    torch.library.opcheck(torch.ops.hf_moa.expert_output, (heads, *groups, scale, out_of.weight))
 
 
 def test_half_precision_is_rounded_once(monkeypatch):

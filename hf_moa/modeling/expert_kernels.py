@@ -1,0 +1,311 @@
+"""The operators of `expert_products.py` on a GPU, in Triton.
+
+Two kernels. `_multiply_rows` multiplies each row by the matrix of its expert: it gathers a tile of an
+expert's rows, wherever they lie, and writes the products where they belong. `_multiply_experts` sums the
+outer products of an expert's rows, for the gradient of its matrix. Both read from the device which rows
+are whose, so the host waits for nothing: it starts as many programs as the worst division of the rows
+could need, and those that find no rows return.
+
+Sums over a token's k experts go through a buffer `[tokens * k, d]`: to add in place would take atomic
+additions in float32, which move twice the bytes and give another result each time.
+
+Accumulation is in float32; float32 is multiplied as `torch.backends.cuda.matmul.fp32_precision` says.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+
+# bytes of a number -> rows, inputs and outputs of a tile, at most: what fits into the registers
+_LARGEST_TILES = {2: (128, 64, 128), 4: (64, 16, 64)}
+
+
+def jit(function):
+    return function if triton is None else triton.jit(function)
+
+
+@jit
+def _multiply_rows(
+    x,
+    order,
+    ends,
+    weight,
+    scale,
+    bias,
+    out,
+    num_rows,
+    num_experts,
+    num_slots,
+    width_in,
+    width_out,
+    stride_expert,
+    stride_in,
+    stride_out,
+    X_PER_TOKEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """`out[row] = scale[row] * x[row] @ weight[expert] + bias[expert]`; `scale` and `bias` may be None.
+
+    `x` is `[num_rows, width_in]`, or `[num_rows / num_slots, width_in]` where it is `X_PER_TOKEN`.
+    Programs: the worst case of row tiles, times tiles of `out`'s columns, which come first.
+    """
+    tiles_out = tl.cdiv(width_out, BLOCK_OUT)
+    tile = tl.program_id(0) // tiles_out
+    columns_out = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+
+    # whose rows these are: each expert's are cut into tiles, in the order of the experts
+    experts = tl.arange(0, EXPERTS)
+    end = tl.load(ends + experts, mask=experts < num_experts, other=num_rows)
+    start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
+    start = tl.where(experts < num_experts, start, num_rows)
+    tiles = (end - start + BLOCK_ROWS - 1) // BLOCK_ROWS
+    last_tile = tl.cumsum(tiles, 0)
+    expert = tl.sum((last_tile <= tile).to(tl.int64))
+    if expert >= num_experts:
+        return
+    is_mine = experts == expert
+    first = tl.sum(tl.where(is_mine, start + (tile - last_tile + tiles) * BLOCK_ROWS, 0))
+    stop = tl.sum(tl.where(is_mine, end, 0))
+
+    positions = first + tl.arange(0, BLOCK_ROWS)
+    exists = positions < stop
+    rows = tl.load(order + positions, mask=exists, other=0)
+    sources = rows // num_slots if X_PER_TOKEN else rows
+    exists_out = columns_out < width_out
+    total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), dtype=tl.float32)
+    for first_in in range(0, width_in, BLOCK_IN):
+        columns_in = first_in + tl.arange(0, BLOCK_IN)
+        exists_in = columns_in < width_in
+        part = tl.load(
+            x + sources[:, None] * width_in + columns_in[None, :],
+            mask=exists[:, None] & exists_in[None, :],
+            other=0.0,
+        )
+        matrix = tl.load(
+            weight
+            + expert * stride_expert
+            + columns_in[:, None] * stride_in
+            + columns_out[None, :] * stride_out,
+            mask=exists_in[:, None] & exists_out[None, :],
+            other=0.0,
+        )
+        total = tl.dot(part, matrix, total, input_precision=PRECISION)
+    if scale is not None:
+        total *= tl.load(scale + rows, mask=exists, other=0.0).to(tl.float32)[:, None]
+    if bias is not None:
+        added = tl.load(bias + expert * width_out + columns_out, mask=exists_out, other=0.0)
+        total += added.to(tl.float32)[None, :]
+    tl.store(
+        out + rows[:, None] * width_out + columns_out[None, :],
+        total.to(out.dtype.element_ty),
+        mask=exists[:, None] & exists_out[None, :],
+    )
+
+
+@jit
+def _multiply_experts(
+    a,
+    b,
+    order,
+    ends,
+    scale,
+    out,
+    sums,
+    num_slots,
+    width_a,
+    width_b,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """`out[expert] = sum scale[row] * a[row] b[token]^T` over the rows of an expert, and `sums[expert]`
+    the sum of their `a[row]`; `scale` and `sums` may be None.
+
+    Programs: experts, times tiles of `out`'s rows, times tiles of its columns.
+    """
+    expert = tl.program_id(0).to(tl.int64)
+    columns_a = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
+    columns_b = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
+    exists_a, exists_b = columns_a < width_a, columns_b < width_b
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    stop = tl.load(ends + expert)
+    total = tl.zeros((BLOCK_A, BLOCK_B), dtype=tl.float32)
+    sum_a = tl.zeros((BLOCK_A,), dtype=tl.float32)
+    for first in range(start, stop, BLOCK_ROWS):
+        positions = first + tl.arange(0, BLOCK_ROWS)
+        exists = positions < stop
+        rows = tl.load(order + positions, mask=exists, other=0)
+        tokens = rows // num_slots
+        part_a = tl.load(
+            a + rows[:, None] * width_a + columns_a[None, :],
+            mask=exists[:, None] & exists_a[None, :],
+            other=0.0,
+        )
+        part_b = tl.load(
+            b + tokens[:, None] * width_b + columns_b[None, :],
+            mask=exists[:, None] & exists_b[None, :],
+            other=0.0,
+        )
+        if sums is not None:
+            sum_a += tl.sum(part_a.to(tl.float32), 0)
+        if scale is not None:
+            part_scale = tl.load(scale + rows, mask=exists, other=0.0).to(tl.float32)
+            part_a = (part_a.to(tl.float32) * part_scale[:, None]).to(part_b.dtype)
+        total = tl.dot(tl.trans(part_a), part_b, total, input_precision=PRECISION)
+    tl.store(
+        out + expert * width_a * width_b + columns_a[:, None] * width_b + columns_b[None, :],
+        total.to(out.dtype.element_ty),
+        mask=exists_a[:, None] & exists_b[None, :],
+    )
+    if sums is not None:  # noqa: SIM102 -- known to the compiler, and the next is not
+        if tl.program_id(2) == 0:
+            tl.store(sums + expert * width_a + columns_a, sum_a.to(sums.dtype.element_ty), mask=exists_a)
+
+
+def expert_groups(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    # few bits are sorted in few passes
+    flat = index.flatten().to(torch.uint8 if num_experts <= 2**8 else torch.int32)
+    ordered, order = flat.sort(stable=True)
+    experts = torch.arange(num_experts, device=index.device, dtype=ordered.dtype)
+    return order, torch.searchsorted(ordered, experts, right=True)
+
+
+def expert_input(x: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = _row_products(x, order, ends, weight.transpose(1, 2), bias=bias)
+    return y.view(len(x), -1, weight.shape[1])
+
+
+def expert_input_backward(
+    grad: Tensor, x: Tensor, order: Tensor, ends: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = grad.reshape(len(order), -1)
+    grad_x = _row_products(grad, order, ends, weight).view(len(x), -1, x.shape[1]).sum(dim=1)
+    grad_bias = weight.new_empty(weight.shape[:2])
+    grad_weight = _expert_products(grad, x, order, ends, sums=grad_bias)
+    return grad_x, grad_weight, grad_bias
+
+
+def expert_output(x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    rows = x.reshape(len(order), -1)
+    y = _row_products(rows, order, ends, weight, scale=scale)
+    return y.view(len(x), -1, weight.shape[2]).sum(dim=1)
+
+
+def expert_output_backward(
+    grad: Tensor, x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.reshape(len(order), -1)
+    product = _row_products(grad, order, ends, weight.transpose(1, 2)).view(x.shape)
+    grad_scale = (product * x).sum(dim=-1)
+    grad_x = product * scale.unsqueeze(-1)
+    grad_weight = _expert_products(rows, grad, order, ends, scale=scale)
+    return grad_x, grad_scale, grad_weight
+
+
+OPERATORS = {
+    "expert_groups": expert_groups,
+    "expert_input": expert_input,
+    "expert_input_backward": expert_input_backward,
+    "expert_output": expert_output,
+    "expert_output_backward": expert_output_backward,
+}
+
+
+def _row_products(
+    x: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    *,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Each row times its expert's matrix: `x` `[n or n * k, in]`, `weight` `[N, in, out]` of any strides
+    -> `[n * k, out]`."""
+    num_rows, (num_experts, width_in, width_out) = len(order), weight.shape
+    out = x.new_empty(num_rows, width_out)
+    most_rows, most_in, most_out = _LARGEST_TILES[x.element_size()]
+    rows, part_out = _tile(num_rows / num_experts, most_rows), _tile(width_out, most_out)
+    worst = min(triton.cdiv(num_rows, rows) + num_experts, num_rows)
+    with torch.cuda.device_of(x):
+        _multiply_rows[(worst * triton.cdiv(width_out, part_out),)](
+            x.contiguous(),
+            order,
+            ends,
+            weight,
+            scale if scale is None else scale.contiguous(),
+            bias if bias is None else bias.contiguous(),
+            out,
+            num_rows,
+            num_experts,
+            num_rows // len(x),
+            width_in,
+            width_out,
+            *weight.stride(),
+            X_PER_TOKEN=len(x) < num_rows,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            PRECISION=_precision(),
+            BLOCK_ROWS=rows,
+            BLOCK_IN=_tile(width_in, most_in),
+            BLOCK_OUT=part_out,
+            num_warps=8 if rows == 128 else 4,
+        )
+    return out
+
+
+def _expert_products(
+    a: Tensor,
+    b: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    *,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> Tensor:
+    """The sum of the outer products of each expert's rows: `a` `[n * k, in]`, `b` `[n, out]`
+    -> `[N, in, out]`. The sums of its rows of `a` are written to `sums` `[N, in]`."""
+    num_experts, width_a, width_b = len(ends), a.shape[1], b.shape[1]
+    out = a.new_empty(num_experts, width_a, width_b)
+    _, most_rows, most_b = _LARGEST_TILES[a.element_size()]
+    part_a, part_b = _tile(width_a, 64), _tile(width_b, most_b)
+    with torch.cuda.device_of(a):
+        _multiply_experts[(num_experts, triton.cdiv(width_a, part_a), triton.cdiv(width_b, part_b))](
+            a.contiguous(),
+            b.contiguous(),
+            order,
+            ends,
+            scale if scale is None else scale.contiguous(),
+            out,
+            sums,
+            len(order) // len(b),
+            width_a,
+            width_b,
+            PRECISION=_precision(),
+            BLOCK_ROWS=_tile(len(order) / num_experts, most_rows),
+            BLOCK_A=part_a,
+            BLOCK_B=part_b,
+            num_warps=8 if part_b == 128 else 4,
+        )
+    return out
+
+
+def _tile(size: float, most: int) -> int:
+    """How much of a dimension a program takes: a power of 2, at least 16 for the tensor cores."""
+    return min(most, max(16, triton.next_power_of_2(int(size))))
+
+
+def _precision() -> str:
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
