@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from experiment import Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, read_json, run_script
-from summaries import best_rate, with_deviation
+from summaries import best_rate, by_seed, differences, time_and_machine, with_deviation
 
 from hf_moa.markdown import table
 
@@ -138,9 +140,12 @@ def report(results: Results, folder: Path) -> str:
     parts = [sizes(results)]
     for task, plan in TASKS.items():
         parts.append(f"### {task.upper()}, {plan['examples']:,} examples are 100 %\n\nBest accuracy:")
-        parts.append(by_fraction(results, task, "accuracy", scale=100))
+        parts.append(by_fraction(results, task, accuracy))
+        parts.append("Difference to full finetuning, seed by seed:")
+        parts.append(by_fraction(results, task, above_full_finetuning, sign=True))
         parts.append("Updates to the best evaluation:")
-        parts.append(by_fraction(results, task, "steps_to_best", form="{:.0f}"))
+        parts.append(by_fraction(results, task, steps_to_best, form="{:.0f}"))
+    parts.append(time_and_machine(results))
     draw(results, folder / "accuracy.svg")
     return "\n\n".join(parts)
 
@@ -160,19 +165,43 @@ def sizes(results: Results) -> str:
 
 
 def by_fraction(
-    results: Results, task: str, measure: str, *, scale: float = 1, form: str = "{:.1f}"
+    results: Results,
+    task: str,
+    measure: Callable[[Results, str, str, float], Iterable[float]],
+    **form: Any,
 ) -> str:
-    rows = []
-    for method, (name, _) in METHODS.items():
-        values = [[scale * x for x in reported(results, task, method, f, measure)] for f in FRACTIONS]
-        rows.append([name, *(with_deviation(each, form) for each in values)])
+    rows = [
+        [name, *(with_deviation(measure(results, task, method, f), **form) for f in FRACTIONS)]
+        for method, (name, _) in METHODS.items()
+    ]
     return table(["method", *(f"{f:.0%}" for f in FRACTIONS)], rows)
 
 
-def reported(results: Results, task: str, method: str, fraction: float, measure: str) -> list[float]:
+def accuracy(results: Results, task: str, method: str, fraction: float) -> list[float]:
+    """In per cent."""
+    found = reported(results, "accuracy", task, method, fraction)
+    return [100 * value for value in found.values()]
+
+
+def above_full_finetuning(results: Results, task: str, method: str, fraction: float) -> list[float]:
+    """By how many points, of each seed."""
+    if method == "none":
+        return []
+    found, full = (reported(results, "accuracy", task, m, fraction) for m in (method, "none"))
+    return [100 * value for value in differences(found, full)]
+
+
+def steps_to_best(results: Results, task: str, method: str, fraction: float) -> list[float]:
+    return list(reported(results, "steps_to_best", task, method, fraction).values())
+
+
+def reported(
+    results: Results, measure: str, task: str, method: str, fraction: float
+) -> dict[int, float]:
+    """What was measured with the chosen learning rate, by seed, of the seeds that the report shows."""
     rate = chosen_rate(results, task, method)
-    rows = results.find(task=task, method=method, fraction=fraction, learning_rate=rate)
-    return [row["measured"][measure] for row in rows if row["settings"]["seed"] in SEEDS]
+    found = by_seed(results, measure, task=task, method=method, fraction=fraction, learning_rate=rate)
+    return {seed: value for seed, value in found.items() if seed in SEEDS}
 
 
 def draw(results: Results, path: Path) -> None:
@@ -180,10 +209,7 @@ def draw(results: Results, path: Path) -> None:
     figure, axes = panels(len(TASKS))
     for axis, (task, plan) in zip(axes, TASKS.items(), strict=True):
         for style, (method, (name, _)) in enumerate(METHODS.items()):
-            points = [
-                (100 * f, [100 * value for value in reported(results, task, method, f, "accuracy")])
-                for f in FRACTIONS
-            ]
+            points = [(100 * f, accuracy(results, task, method, f)) for f in FRACTIONS]
             draw_line(axis, points, style, label=name)
         axis.set_title(f"{task.upper()} ({plan['examples']:,} examples)")
         axis.set_xlabel("share of the training data (%)")

@@ -27,7 +27,7 @@ def panels(count: int) -> tuple[Any, list[Any]]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    size = (4.6 * count, 3.6)
+    size = (4.6 * count, 3.8)
     figure, axes = pyplot.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
     return figure, list(axes[0])
 
@@ -55,7 +55,8 @@ def save(figure: Any, axes: list[Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     labelled = next((axis for axis in axes if axis.get_legend_handles_labels()[0]), None)
     if labelled is not None:
-        labelled.legend(frameon=False, fontsize=8)
+        handles, labels = labelled.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
