@@ -50,8 +50,10 @@ class GrowingRows:
 
     def append(self, new: Tensor, *, held: int | None = None) -> Tensor:
         """Append `new`; return all rows, and keep the last `held` (None: all) of them."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            self._take(torch.cat([self.rows, new], dim=1))  # what a graph holds must not change
+        if torch.compiler.is_compiling():
+            self._take(torch.cat([self.rows, new], dim=1))
+        elif torch.is_grad_enabled():  # what a graph holds must not change
+            self._take(torch.cat([self.rows, new], dim=1) if len(self) else new)
         else:
             self._append_in_place(new)
         rows = self.rows

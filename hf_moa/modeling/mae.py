@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .gate_norm import GateBatchNorm
 from .gate_pooling import last_windowed_means, masked_mean, windowed_mean
+from .lean_products import project_weighted, tanh_dropout
 from .linear_slices import is_plain, is_watched
 from .multi_head import MultiHead, Remember
 from .precision import at_least_float32, without_autocast
@@ -104,7 +105,12 @@ class MaeGate(nn.Module):
         hidden = self._hidden(x, valid, dtype)
         if pool is not None:
             hidden = pool(hidden).to(dtype)
-        logits = self.out(self.dropout(torch.tanh(hidden)))
+        dropout = self.dropout
+        if type(dropout) is nn.Dropout and dropout.training and 0 < dropout.p < 1:
+            hidden = tanh_dropout(hidden, dropout.p)
+        else:
+            hidden = dropout(torch.tanh(hidden))
+        logits = self.out(hidden)
         return at_least_float32(logits).softmax(dim=-1)
 
     def _hidden(self, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -217,6 +223,8 @@ class MixtureOfHeads(MultiHead):
         """`Z = sum_j w_j H_j`: `[B, T, h, dh]` -> `[B, T, d]`."""
         if mix is not None:
             mix = mix.unsqueeze(-1).to(context.dtype)
+            if self.training and torch.is_grad_enabled():
+                return project_weighted(linear, context, mix)
             # a new tensor of this size costs the CPU more than the product
             context = context * mix if torch.is_grad_enabled() else context.mul_(mix)
         return super().output(linear, context, mix)
