@@ -14,8 +14,13 @@ Accumulation is in float32; float32 is multiplied as `torch.backends.cuda.matmul
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 try:
     import triton
@@ -23,12 +28,41 @@ try:
 except ImportError:
     triton = None
 
-
-# bytes of a number -> rows, inputs and outputs of a tile, at most: what fits into the registers
-_LARGEST_TILES = {2: (128, 64, 128), 4: (64, 16, 64)}
+logger = logging.get_logger(__name__)
 
 
-def jit(function):
+class _Tiles(NamedTuple):
+    """What a program takes at once, at most: rows and columns of a product, and of what is summed over.
+    More would not fit into the registers."""
+
+    rows: int
+    columns: int
+    summed: int
+
+
+_LARGEST_TILES = {
+    torch.float16: _Tiles(rows=128, columns=128, summed=64),
+    torch.bfloat16: _Tiles(rows=128, columns=128, summed=64),
+    torch.float32: _Tiles(rows=64, columns=64, summed=16),
+}
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels can run on a GPU, and its tensor cores know their dtypes: Triton builds its
+    driver when it is first asked for, which takes a C compiler."""
+    if triton is None:
+        return False
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:
+        logger.warning(f"MoA computes all experts, since Triton has no driver here: {error}")
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def jit(function: Callable) -> Any:
+    """Triton's decorator; without Triton, the function as it is, which nobody calls."""
     return function if triton is None else triton.jit(function)
 
 
@@ -43,13 +77,12 @@ def _multiply_rows(
     out,
     num_rows,
     num_experts,
-    num_slots,
     width_in,
     width_out,
     stride_expert,
     stride_in,
     stride_out,
-    X_PER_TOKEN: tl.constexpr,
+    SLOTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -58,7 +91,7 @@ def _multiply_rows(
 ):
     """`out[row] = scale[row] * x[row] @ weight[expert] + bias[expert]`; `scale` and `bias` may be None.
 
-    `x` is `[num_rows, width_in]`, or `[num_rows / num_slots, width_in]` where it is `X_PER_TOKEN`.
+    `x` is `[num_rows / SLOTS, width_in]`: as many of the rows share one of its.
     Programs: the worst case of row tiles, times tiles of `out`'s columns, which come first.
     """
     tiles_out = tl.cdiv(width_out, BLOCK_OUT)
@@ -82,7 +115,7 @@ def _multiply_rows(
     positions = first + tl.arange(0, BLOCK_ROWS)
     exists = positions < stop
     rows = tl.load(order + positions, mask=exists, other=0)
-    sources = rows // num_slots if X_PER_TOKEN else rows
+    sources = rows // SLOTS
     exists_out = columns_out < width_out
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), dtype=tl.float32)
     for first_in in range(0, width_in, BLOCK_IN):
@@ -123,9 +156,9 @@ def _multiply_experts(
     scale,
     out,
     sums,
-    num_slots,
     width_a,
     width_b,
+    SLOTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_A: tl.constexpr,
@@ -148,7 +181,7 @@ def _multiply_experts(
         positions = first + tl.arange(0, BLOCK_ROWS)
         exists = positions < stop
         rows = tl.load(order + positions, mask=exists, other=0)
-        tokens = rows // num_slots
+        tokens = rows // SLOTS
         part_a = tl.load(
             a + rows[:, None] * width_a + columns_a[None, :],
             mask=exists[:, None] & exists_a[None, :],
@@ -159,8 +192,9 @@ def _multiply_experts(
             mask=exists[:, None] & exists_b[None, :],
             other=0.0,
         )
-        if sums is not None:
-            sum_a += tl.sum(part_a.to(tl.float32), 0)
+        if sums is not None:  # noqa: SIM102 -- known to the compiler, and the next is not
+            if tl.program_id(2) == 0:
+                sum_a += tl.sum(part_a.to(tl.float32), 0)
         if scale is not None:
             part_scale = tl.load(scale + rows, mask=exists, other=0.0).to(tl.float32)
             part_a = (part_a.to(tl.float32) * part_scale[:, None]).to(part_b.dtype)
@@ -170,14 +204,15 @@ def _multiply_experts(
         total.to(out.dtype.element_ty),
         mask=exists_a[:, None] & exists_b[None, :],
     )
-    if sums is not None:  # noqa: SIM102 -- known to the compiler, and the next is not
+    if sums is not None:  # noqa: SIM102
         if tl.program_id(2) == 0:
             tl.store(sums + expert * width_a + columns_a, sum_a.to(sums.dtype.element_ty), mask=exists_a)
 
 
 def expert_groups(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     # few bits are sorted in few passes
-    flat = index.flatten().to(torch.uint8 if num_experts <= 2**8 else torch.int32)
+    dtype = torch.uint8 if num_experts <= 2**8 else torch.int16 if num_experts <= 2**15 else torch.int64
+    flat = index.flatten().to(dtype)
     ordered, order = flat.sort(stable=True)
     experts = torch.arange(num_experts, device=index.device, dtype=ordered.dtype)
     return order, torch.searchsorted(ordered, experts, right=True)
@@ -189,13 +224,24 @@ def expert_input(x: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: T
 
 
 def expert_input_backward(
-    grad: Tensor, x: Tensor, order: Tensor, ends: Tensor, weight: Tensor
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad = grad.reshape(len(order), -1)
-    grad_x = _row_products(grad, order, ends, weight).view(len(x), -1, x.shape[1]).sum(dim=1)
-    grad_bias = weight.new_empty(weight.shape[:2])
-    grad_weight = _expert_products(grad, x, order, ends, sums=grad_bias)
-    return grad_x, grad_weight, grad_bias
+    grad = grad.reshape(len(order), -1).contiguous()
+    grad_x = x.new_empty(0)
+    if needs_x:
+        grad_x = _row_products(grad, order, ends, weight).view(len(x), -1, x.shape[1]).sum(dim=1)
+    grad_weight = weight.new_empty(0)
+    grad_bias = weight.new_empty(weight.shape[:2] if needs_bias else 0)
+    if needs_weight or needs_bias:
+        grad_weight = _expert_products(grad, x, order, ends, sums=grad_bias if needs_bias else None)
+    return grad_x, grad_weight if needs_weight else weight.new_empty(0), grad_bias
 
 
 def expert_output(x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
@@ -205,13 +251,23 @@ def expert_output(x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight:
 
 
 def expert_output_backward(
-    grad: Tensor, x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    needs_x_or_scale: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.reshape(len(order), -1)
-    product = _row_products(grad, order, ends, weight.transpose(1, 2)).view(x.shape)
-    grad_scale = (product * x).sum(dim=-1)
-    grad_x = product * scale.unsqueeze(-1)
-    grad_weight = _expert_products(rows, grad, order, ends, scale=scale)
+    grad = grad.contiguous()
+    grad_x, grad_scale, grad_weight = x.new_empty(0), scale.new_empty(0), weight.new_empty(0)
+    if needs_x_or_scale:
+        product = _row_products(grad, order, ends, weight.transpose(1, 2)).view(x.shape)
+        grad_scale = (product * x).sum(dim=-1)
+        grad_x = product * scale.unsqueeze(-1)
+    if needs_weight:
+        grad_weight = _expert_products(x.reshape(len(order), -1), grad, order, ends, scale=scale)
     return grad_x, grad_scale, grad_weight
 
 
@@ -237,8 +293,8 @@ def _row_products(
     -> `[n * k, out]`."""
     num_rows, (num_experts, width_in, width_out) = len(order), weight.shape
     out = x.new_empty(num_rows, width_out)
-    most_rows, most_in, most_out = _LARGEST_TILES[x.element_size()]
-    rows, part_out = _tile(num_rows / num_experts, most_rows), _tile(width_out, most_out)
+    most = _LARGEST_TILES[x.dtype]
+    rows, part_out = _tile(num_rows / num_experts, most.rows), _tile(width_out, most.columns)
     worst = min(triton.cdiv(num_rows, rows) + num_experts, num_rows)
     with torch.cuda.device_of(x):
         _multiply_rows[(worst * triton.cdiv(width_out, part_out),)](
@@ -251,15 +307,14 @@ def _row_products(
             out,
             num_rows,
             num_experts,
-            num_rows // len(x),
             width_in,
             width_out,
             *weight.stride(),
-            X_PER_TOKEN=len(x) < num_rows,
+            SLOTS=num_rows // len(x),
             EXPERTS=triton.next_power_of_2(num_experts),
             PRECISION=_precision(),
             BLOCK_ROWS=rows,
-            BLOCK_IN=_tile(width_in, most_in),
+            BLOCK_IN=_tile(width_in, most.summed),
             BLOCK_OUT=part_out,
             num_warps=8 if rows == 128 else 4,
         )
@@ -279,8 +334,8 @@ def _expert_products(
     -> `[N, in, out]`. The sums of its rows of `a` are written to `sums` `[N, in]`."""
     num_experts, width_a, width_b = len(ends), a.shape[1], b.shape[1]
     out = a.new_empty(num_experts, width_a, width_b)
-    _, most_rows, most_b = _LARGEST_TILES[a.element_size()]
-    part_a, part_b = _tile(width_a, 64), _tile(width_b, most_b)
+    most = _LARGEST_TILES[a.dtype]
+    part_a, part_b = _tile(width_a, min(64, most.rows)), _tile(width_b, most.columns)
     with torch.cuda.device_of(a):
         _multiply_experts[(num_experts, triton.cdiv(width_a, part_a), triton.cdiv(width_b, part_b))](
             a.contiguous(),
@@ -290,11 +345,11 @@ def _expert_products(
             scale if scale is None else scale.contiguous(),
             out,
             sums,
-            len(order) // len(b),
             width_a,
             width_b,
+            SLOTS=len(order) // len(b),
             PRECISION=_precision(),
-            BLOCK_ROWS=_tile(len(order) / num_experts, most_rows),
+            BLOCK_ROWS=_tile(len(order) / num_experts, most.summed),
             BLOCK_A=part_a,
             BLOCK_B=part_b,
             num_warps=8 if part_b == 128 else 4,
@@ -308,4 +363,5 @@ def _tile(size: float, most: int) -> int:
 
 
 def _precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32" and torch.version.hip is None
+    return "tf32" if allowed else "ieee"

@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing, is_triton_available
+from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
 from .expert_products import expert_input, expert_output
 from .precision import compute_dtype
 from .transforms import is_transformed
 
-_HAS_TRITON = is_triton_available()
+
+@torch.compiler.assume_constant_result
+def kernels_run_on(device: torch.device) -> bool:
+    from .expert_kernels import runs_on
+
+    return runs_on(device)
 
 
 def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
@@ -29,7 +34,7 @@ def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
     fixed price, in multiplications. On a CPU, where half precision multiplies so fast that moving is
     most of the cost, both were measured, and the price is that of an expert. On a GPU they are reckoned
     from its rates (one was never at hand): what the output's rows cost to be written and summed, and the
-    start of the kernels.
+    start of the kernels. float32 has no tensor cores there, and vendors' libraries are ahead.
 
     Args:
         index: `[B, T, k]`, chosen experts.
@@ -38,16 +43,17 @@ def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
     if _is_drawn_as_graph() or is_transformed():
         return False
     num_experts, a, b = weight.shape
-    item_size = compute_dtype(weight).itemsize
+    dtype = compute_dtype(weight)
     if weight.device.type == "cpu":
-        factor, price = (4.0, 5_000_000) if item_size == 2 else (1.4, 1_300_000)
+        factor, price = (4.0, 5_000_000) if dtype.itemsize == 2 else (1.4, 1_300_000)
         price *= num_experts
-    elif weight.device.type == "cuda" and item_size <= 4 and _HAS_TRITON:
-        factor, price = 3.0, 20_000_000_000
+    elif weight.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16, torch.float32):
+        factor, price = (3.0, 20_000_000_000) if dtype.itemsize == 2 else (6.0, 2_000_000_000)
     else:
         return False
     num_tokens, num_selected = index.shape[0] * index.shape[1], index.shape[2]
-    return num_tokens * (num_experts - factor * num_selected) * a * b > price
+    is_faster = num_tokens * (num_experts - factor * num_selected) * a * b > price
+    return is_faster and (weight.device.type == "cpu" or kernels_run_on(weight.device))
 
 
 def computes_by_slot(index: Tensor, weight: Tensor) -> bool:

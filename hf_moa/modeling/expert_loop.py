@@ -75,19 +75,29 @@ def expert_input(x: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: T
 
 
 def expert_input_backward(
-    grad: Tensor, x: Tensor, order: Tensor, ends: Tensor, weight: Tensor
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad.reshape(len(order), -1)
-    grad_x = _sums(x, *x.shape)
-    grad_weight = weight.new_zeros(weight.shape)
-    grad_bias = _sums(weight, *weight.shape[:2])
+    grad_x = _sums(x, *x.shape) if needs_x else x.new_empty(0)
+    grad_weight = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
+    grad_bias = _sums(weight, *weight.shape[:2]) if needs_bias else weight.new_empty(0)
     groups = _Groups(order, ends, len(x))
     gathered, projected = groups.scratch(x, x.shape[1]), groups.scratch(x, weight.shape[1])
     for expert, rows, tokens in groups:
         part = _rows(grad, rows, projected)
-        grad_weight[expert].addmm_(part.t(), _rows(x, tokens, gathered))
-        grad_x.index_add_(0, tokens, _product(part, weight[expert], gathered).to(grad_x.dtype))
-        grad_bias[expert] += part.sum(dim=0)
+        if needs_weight:
+            grad_weight[expert].addmm_(part.t(), _rows(x, tokens, gathered))
+        if needs_x:
+            grad_x.index_add_(0, tokens, _product(part, weight[expert], gathered).to(grad_x.dtype))
+        if needs_bias:
+            grad_bias[expert] += part.sum(dim=0)
     return grad_x.to(x.dtype), grad_weight, grad_bias.to(weight.dtype)
 
 
@@ -103,23 +113,34 @@ def expert_output(x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight:
 
 
 def expert_output_backward(
-    grad: Tensor, x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    needs_x_or_scale: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows_of_x, rows_of_scale = x.reshape(len(order), -1), scale.reshape(-1, 1)
-    grad_x = rows_of_x.new_empty(rows_of_x.shape)
-    grad_scale = rows_of_scale.new_empty(rows_of_scale.shape)
-    grad_weight = weight.new_zeros(weight.shape)
+    grad_x = rows_of_x.new_empty(rows_of_x.shape if needs_x_or_scale else 0)
+    grad_scale = rows_of_scale.new_empty(rows_of_scale.shape if needs_x_or_scale else 0)
+    grad_weight = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
     groups = _Groups(order, ends, len(x))
     gathered, projected = groups.scratch(x, weight.shape[1]), groups.scratch(x, weight.shape[1])
     wide = groups.scratch(x, weight.shape[2])
     for expert, rows, tokens in groups:
         part_scale = rows_of_scale.index_select(0, rows)
         part, grad_part = _rows(rows_of_x, rows, gathered), _rows(grad, tokens, wide)
-        product = _product(grad_part, weight[expert].t(), projected)
-        grad_scale.index_copy_(0, rows, (product * part).sum(dim=1, keepdim=True))
-        grad_weight[expert].addmm_(part.mul_(part_scale).t(), grad_part)
-        grad_x.index_copy_(0, rows, product.mul_(part_scale))
-    return grad_x.view(x.shape), grad_scale.view(scale.shape), grad_weight
+        if needs_x_or_scale:
+            product = _product(grad_part, weight[expert].t(), projected)
+            grad_scale.index_copy_(0, rows, (product * part).sum(dim=1, keepdim=True))
+            grad_x.index_copy_(0, rows, product.mul_(part_scale))
+        if needs_weight:
+            grad_weight[expert].addmm_(part.mul_(part_scale).t(), grad_part)
+    if needs_x_or_scale:
+        grad_x, grad_scale = grad_x.view(x.shape), grad_scale.view(scale.shape)
+    return grad_x, grad_scale, grad_weight
 
 
 OPERATORS = {

@@ -1,11 +1,12 @@
 """Projections of each token's k of N experts that compute no other, as operators of PyTorch.
 
 What computes them depends on the device: `expert_loop.py` on a CPU, `expert_kernels.py` on a GPU. To
-`torch.compile` they are opaque: it takes them into its graph whole.
+`torch.compile` they are opaque: it takes them into its graph whole. They have one derivative.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,37 +14,50 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .precision import without_autocast
+
 
 def expert_input(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`y_{t,s} = W_e x_t + b_e` with `e = index[t, s]`.
 
     Args:
-        x: `[n, in]`.
+        x: `[n, in]`, n at least 1.
         index: `[n, k]` int64.
-        weight: `[N, out, in]`.
+        weight: `[N, out, in]`, in the dtype of `x`, as `bias`.
         bias: `[N, out]` or None.
 
     Returns:
         `[n, k, out]`.
     """
-    order, ends = torch.ops.hf_moa.expert_groups(index, len(weight))
-    return torch.ops.hf_moa.expert_input(x, order, ends, weight, bias)
+    order, ends = operators().expert_groups(index, len(weight))
+    return operators().expert_input(x, order, ends, weight, bias)
 
 
 def expert_output(x: Tensor, index: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     """`y_t = sum_s scale_{t,s} W_e^T x_{t,s}` with `e = index[t, s]`.
 
     Args:
-        x: `[n, k, in]`.
+        x: `[n, k, in]`, n at least 1.
         index: `[n, k]` int64.
         scale: `[n, k]`, in the dtype of `x`.
-        weight: `[N, in, out]`.
+        weight: `[N, in, out]`, in the dtype of `x`.
 
     Returns:
         `[n, out]`.
     """
-    order, ends = torch.ops.hf_moa.expert_groups(index, len(weight))
-    return torch.ops.hf_moa.expert_output(x, order, ends, scale, weight)
+    order, ends = operators().expert_groups(index, len(weight))
+    return operators().expert_output(x, order, ends, scale, weight)
+
+
+def operators() -> Any:
+    """PyTorch's names for the operators below."""
+    return getattr(torch.ops, _LIBRARY)
+
+
+def _compute(name: str, x: Tensor, *args: Any) -> Any:
+    # an operator's code runs with autocast on, and what it computes in was decided before
+    with without_autocast(x.device.type):
+        return _computed_by(x)[name](x, *args)
 
 
 def _computed_by(x: Tensor) -> dict[str, Callable[..., Any]]:
@@ -57,92 +71,148 @@ def _computed_by(x: Tensor) -> dict[str, Callable[..., Any]]:
 def _expert_groups(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The rows of a flattened `index` `[n, k]`, expert by expert: their numbers `[n * k]` int64, and
     where each expert's end `[N]` int64."""
-    return _computed_by(index)["expert_groups"](index, num_experts)
+    return _compute("expert_groups", index, num_experts)
 
 
 def _expert_input(x: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _computed_by(x)["expert_input"](x, order, ends, weight, bias)
+    return _compute("expert_input", x, order, ends, weight, bias)
 
 
 def _expert_input_backward(
-    grad: Tensor, x: Tensor, order: Tensor, ends: Tensor, weight: Tensor
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _computed_by(x)["expert_input_backward"](grad, x, order, ends, weight)
+    """The gradients; one that is not needed is empty."""
+    needs = needs_x, needs_weight, needs_bias
+    return _compute("expert_input_backward", grad, x, order, ends, weight, *needs)
 
 
 def _expert_output(x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    return _computed_by(x)["expert_output"](x, order, ends, scale, weight)
+    return _compute("expert_output", x, order, ends, scale, weight)
 
 
 def _expert_output_backward(
-    grad: Tensor, x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    needs_x_or_scale: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _computed_by(x)["expert_output_backward"](grad, x, order, ends, scale, weight)
+    """The gradients of `x`, `scale` and `weight`; one that is not needed is empty."""
+    needs = needs_x_or_scale, needs_weight
+    return _compute("expert_output_backward", grad, x, order, ends, scale, weight, *needs)
+
+
+_FUNCTIONS = (
+    _expert_groups,
+    _expert_input,
+    _expert_input_backward,
+    _expert_output,
+    _expert_output_backward,
+)
+
+
+def _library_name(functions: tuple[Callable[..., Any], ...]) -> str:
+    """A name of these schemas alone: a checkpoint may carry an older version of this code."""
+    schemas = [torch.library.infer_schema(function, mutates_args=()) for function in functions]
+    return f"hf_moa_{zlib.crc32(repr(schemas).encode()):08x}"
+
+
+_LIBRARY = _library_name(_FUNCTIONS)
 
 
 def _register() -> None:
     """Make the operators known to PyTorch; a second copy of this code leaves the first in place."""
-    if hasattr(torch.ops.hf_moa, "expert_input"):
+    if hasattr(operators(), "expert_groups"):
         return
-    operators = {}
-    for function in (
-        _expert_groups,
-        _expert_input,
-        _expert_input_backward,
-        _expert_output,
-        _expert_output_backward,
-    ):
+    defined = {}
+    for function in _FUNCTIONS:
         name = function.__name__.lstrip("_")
-        operators[name] = torch.library.custom_op(
-            f"hf_moa::{name}", function, mutates_args=(), device_types=("cpu", "cuda")
+        defined[name] = torch.library.custom_op(
+            f"{_LIBRARY}::{name}", function, mutates_args=(), device_types=("cpu", "cuda")
         )
-    operators["expert_groups"].register_fake(
-        lambda index, num_experts: (index.new_empty(index.numel()), index.new_empty(num_experts))
-    )
-    operators["expert_input"].register_fake(
-        lambda x, order, ends, weight, bias: x.new_empty(
-            len(x), order.numel() // len(x), weight.shape[1]
-        )
-    )
-    operators["expert_input_backward"].register_fake(
-        lambda grad, x, order, ends, weight: (
-            x.new_empty(x.shape),
-            weight.new_empty(weight.shape),
-            weight.new_empty(weight.shape[:2]),
-        )
-    )
-    operators["expert_output"].register_fake(
-        lambda x, order, ends, scale, weight: x.new_empty(len(x), weight.shape[2])
-    )
-    operators["expert_output_backward"].register_fake(
-        lambda grad, x, order, ends, scale, weight: (
-            x.new_empty(x.shape),
-            scale.new_empty(scale.shape),
-            weight.new_empty(weight.shape),
-        )
-    )
+    _register_shapes(defined)
+    _register_gradients(defined)
+    _register_flops()
 
+
+def _register_shapes(defined: dict[str, Any]) -> None:
+    @defined["expert_groups"].register_fake
+    def _(index, num_experts):
+        return index.new_empty(index.numel()), index.new_empty(num_experts)
+
+    # `len` would make numbers of sizes that a compiled graph leaves open
+
+    @defined["expert_input"].register_fake
+    def _(x, order, ends, weight, bias):
+        return x.new_empty(x.shape[0], order.shape[0] // x.shape[0], weight.shape[1])
+
+    @defined["expert_input_backward"].register_fake
+    def _(grad, x, order, ends, weight, needs_x, needs_weight, needs_bias):
+        return (
+            x.new_empty(x.shape if needs_x else 0),
+            weight.new_empty(weight.shape if needs_weight else 0),
+            weight.new_empty(weight.shape[:2] if needs_bias else 0),
+        )
+
+    @defined["expert_output"].register_fake
+    def _(x, order, ends, scale, weight):
+        return x.new_empty(x.shape[0], weight.shape[2])
+
+    @defined["expert_output_backward"].register_fake
+    def _(grad, x, order, ends, scale, weight, needs_x_or_scale, needs_weight):
+        return (
+            x.new_empty(x.shape if needs_x_or_scale else 0),
+            scale.new_empty(scale.shape if needs_x_or_scale else 0),
+            weight.new_empty(weight.shape if needs_weight else 0),
+        )
+
+
+def _register_gradients(defined: dict[str, Any]) -> None:
     def save_input(ctx, inputs, output):
-        x, order, ends, weight, bias = inputs
-        ctx.has_bias = bias is not None
+        x, order, ends, weight, _ = inputs
         ctx.save_for_backward(x, order, ends, weight)
 
     def input_backward(ctx, grad):
-        grad_x, grad_weight, grad_bias = torch.ops.hf_moa.expert_input_backward(grad, *ctx.saved_tensors)
-        return grad_x, None, None, grad_weight, grad_bias if ctx.has_bias else None
+        needs_x, _, _, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_x, grad_weight, grad_bias = operators().expert_input_backward(
+            grad, *ctx.saved_tensors, needs_x, needs_weight, needs_bias
+        )
+        return (
+            grad_x if needs_x else None,
+            None,
+            None,
+            grad_weight if needs_weight else None,
+            grad_bias if needs_bias else None,
+        )
 
     def save_output(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
     def output_backward(ctx, grad):
-        grad_x, grad_scale, grad_weight = torch.ops.hf_moa.expert_output_backward(
-            grad, *ctx.saved_tensors
+        needs_x, _, _, needs_scale, needs_weight = ctx.needs_input_grad
+        grad_x, grad_scale, grad_weight = operators().expert_output_backward(
+            grad, *ctx.saved_tensors, needs_x or needs_scale, needs_weight
         )
-        return grad_x, None, None, grad_scale, grad_weight
+        return (
+            grad_x if needs_x else None,
+            None,
+            None,
+            grad_scale if needs_scale else None,
+            grad_weight if needs_weight else None,
+        )
 
-    operators["expert_input"].register_autograd(input_backward, setup_context=save_input)
-    operators["expert_output"].register_autograd(output_backward, setup_context=save_output)
-    _register_flops()
+    defined["expert_input"].register_autograd(input_backward, setup_context=save_input)
+    defined["expert_output"].register_autograd(output_backward, setup_context=save_output)
 
 
 def _register_flops() -> None:
@@ -151,21 +221,21 @@ def _register_flops() -> None:
     def product(order: torch.Size, weight: torch.Size) -> int:
         return 2 * order.numel() * weight[1] * weight[2]
 
-    @register_flop_formula(torch.ops.hf_moa.expert_input)
+    @register_flop_formula(operators().expert_input)
     def _(x, order, ends, weight, bias, **kwargs) -> int:
         return product(order, weight)
 
-    @register_flop_formula(torch.ops.hf_moa.expert_input_backward)
-    def _(grad, x, order, ends, weight, **kwargs) -> int:
-        return 2 * product(order, weight)
+    @register_flop_formula(operators().expert_input_backward)
+    def _(grad, x, order, ends, weight, needs_x, needs_weight, needs_bias, **kwargs) -> int:
+        return (needs_x + needs_weight) * product(order, weight)
 
-    @register_flop_formula(torch.ops.hf_moa.expert_output)
+    @register_flop_formula(operators().expert_output)
     def _(x, order, ends, scale, weight, **kwargs) -> int:
         return product(order, weight)
 
-    @register_flop_formula(torch.ops.hf_moa.expert_output_backward)
-    def _(grad, x, order, ends, scale, weight, **kwargs) -> int:
-        return 2 * product(order, weight)
+    @register_flop_formula(operators().expert_output_backward)
+    def _(grad, x, order, ends, scale, weight, needs_x_or_scale, needs_weight, **kwargs) -> int:
+        return (needs_x_or_scale + needs_weight) * product(order, weight)
 
 
 _register()

@@ -1,9 +1,10 @@
 """The kernels for GPUs, as far as they can be tried without one: Triton's interpreter runs them on a
-CPU, and tensors without numbers take a GPU's path.
+CPU, and what runs around them takes tensors without numbers.
 
 Triton 3.9's interpreter computes wrongly in bfloat16 (twice a number is not its double), so bfloat16 is
 compiled alone (`test_expert_kernels_compiled.py`)."""
 
+import contextlib
 import importlib.util
 import sys
 
@@ -12,6 +13,7 @@ import torch
 from common import assert_same_with_gradients, hidden
 from layers import attention_layer
 from references import moa_attention
+from torch._subclasses import FakeTensorMode
 
 from hf_moa.modeling import expert_kernels, expert_linear, expert_loop, expert_products
 
@@ -77,7 +79,8 @@ def assert_close_to_float64(function, kernels, tensors, tolerance):
         actual, expected = [actual], [expected]
     for a, e in zip(actual, expected, strict=True):
         assert a.dtype == tensors[0].dtype
-        torch.testing.assert_close(a.double(), e, rtol=0, atol=tolerance * e.abs().max().item())
+        largest = e.abs().max().item() if len(e) else 0  # a gradient that was not needed
+        torch.testing.assert_close(a.double(), e, rtol=0, atol=tolerance * largest)
 
 
 @pytest.mark.parametrize("experts", [3, 256, 257])
@@ -96,8 +99,9 @@ def test_input(interpreted, size, dtype, tolerance):
     x, index, weight, bias, grad = draw(size, dtype)[0]
     groups = interpreted.expert_groups(index, len(weight))
     assert_close_to_float64("expert_input", interpreted, [x, *groups, weight, bias], tolerance)
-    backward = [grad, x, *groups, weight]
-    assert_close_to_float64("expert_input_backward", interpreted, backward, tolerance)
+    for needs in ((True, True, True), (True, False, False), (False, False, True)):
+        backward = [grad, x, *groups, weight, *needs]
+        assert_close_to_float64("expert_input_backward", interpreted, backward, tolerance)
     without = interpreted.expert_input(x, *groups, weight, None)
     torch.testing.assert_close(
         without, interpreted.expert_input(x, *groups, weight, torch.zeros_like(bias))
@@ -110,25 +114,35 @@ def test_output(interpreted, size, dtype, tolerance):
     x, index, scale, weight, grad = draw(size, dtype)[1]
     groups = interpreted.expert_groups(index, len(weight))
     assert_close_to_float64("expert_output", interpreted, [x, *groups, scale, weight], tolerance)
-    backward = [grad, x, *groups, scale, weight]
-    assert_close_to_float64("expert_output_backward", interpreted, backward, tolerance)
+    for needs in ((True, True), (True, False), (False, True)):
+        backward = [grad, x, *groups, scale, weight, *needs]
+        assert_close_to_float64("expert_output_backward", interpreted, backward, tolerance)
 
 
 def test_strides_do_not_matter(interpreted):
-    (x, index, weight, bias, grad), _ = draw(SIZES[0], torch.float32)
-    groups = interpreted.expert_groups(index, len(weight))
-    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, weight, bias, grad)]
-    assert not any(t.is_contiguous() for t in strided)
-    torch.testing.assert_close(
-        interpreted.expert_input(strided[0], *groups, *strided[1:3]),
-        interpreted.expert_input(x, *groups, weight, bias),
-    )
-    for actual, expected in zip(
-        interpreted.expert_input_backward(strided[3], strided[0], *groups, strided[1]),
-        interpreted.expert_input_backward(grad, x, *groups, weight),
-        strict=True,
-    ):
-        torch.testing.assert_close(actual, expected)
+    for name, (tensors, index) in {
+        "input": (draw(SIZES[0], torch.float32)[0], 1),
+        "output": (draw(SIZES[0], torch.float32)[1], 1),
+    }.items():
+        x, index, *others, grad = tensors
+        groups = interpreted.expert_groups(index, SIZES[0][2])
+        # another layout; and a gradient that is one number, expanded, as that of a sum is
+        strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, *others)]
+        assert not any(t.is_contiguous() for t in strided)
+        forward, backward = (interpreted.OPERATORS[f"expert_{name}{end}"] for end in ("", "_backward"))
+        torch.testing.assert_close(
+            forward(strided[0], *groups, *strided[1:]), forward(x, *groups, *others)
+        )
+        one = torch.ones(()).expand_as(grad)
+        kept = others[:1] if name == "input" else others
+        strided_kept = strided[1:2] if name == "input" else strided[1:]
+        needs = (True, True, True)[: 3 if name == "input" else 2]
+        for actual, expected in zip(
+            backward(one, strided[0], *groups, *strided_kept, *needs),
+            backward(one.contiguous(), x, *groups, *kept, *needs),
+            strict=True,
+        ):
+            torch.testing.assert_close(actual, expected)
 
 
 def in_float32(function):
@@ -164,18 +178,81 @@ def test_a_layer_is_the_loop_over_tokens_and_experts(interpreted, backbone, monk
         (16_384, 64, torch.bfloat16, True),
         (16_384, 24, torch.bfloat16, False),  # not many more than are chosen
         (32, 64, torch.bfloat16, False),  # decoding
+        (16_384, 64, torch.float32, True),
+        (16_384, 40, torch.float32, False),
         (16_384, 64, torch.float64, False),
     ],
 )
-def test_the_form_on_a_gpu(tokens, experts, dtype, by_expert):
-    with torch._subclasses.FakeTensorMode():
+def test_the_form_on_a_gpu(tokens, experts, dtype, by_expert, monkeypatch):
+    monkeypatch.setattr(expert_linear, "kernels_run_on", lambda device: True)
+    with FakeTensorMode():
         index = torch.empty(1, tokens, 8, dtype=torch.long, device="cuda")
         weight = torch.empty(experts, 64, 1024, dtype=dtype, device="cuda")
         assert expert_linear.computes_by_expert(index, weight) is by_expert
 
 
-def test_a_gpus_path_asks_for_no_number(monkeypatch):
-    """Tensors without numbers raise where one is asked for."""
+def test_a_gpu_that_triton_has_no_driver_for_computes_all():
+    """Here there is none. The answer is a constant to a compiler."""
+    device = torch.device("cuda", 0)
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+
+    def function(x):
+        return x + 1 if expert_linear.kernels_run_on(device) else x - 1
+
+    assert function(torch.zeros(())) == -1
+    assert torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(())) == -1
+
+
+@contextlib.contextmanager
+def autocast_of_a_gpu(enabled, dtype):
+    """`torch.autocast("cuda")`, which stays off where there is no GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    try:
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", dtype)
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+class Launcher:
+    """In the place of a kernel: `kernel[grid](...)`."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_runs_around_the_kernels_waits_for_no_number(dtype, autocasts, monkeypatch):
+    """On fake tensors of a GPU, which raise where a number is asked for. Autocast must not change what
+    the operators return: it sums in float32."""
+    monkeypatch.setattr(expert_kernels, "_multiply_rows", Launcher())
+    monkeypatch.setattr(expert_kernels, "_multiply_experts", Launcher())
+    monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
+    tokens, selected, experts, narrow, wide = 40, 3, 7, 16, 32
+    with FakeTensorMode(), torch.device("cuda"), autocast_of_a_gpu(autocasts, dtype):
+        index = torch.empty(tokens, selected, dtype=torch.long)
+        shapes = {"x": (tokens, wide), "heads": (tokens, selected, narrow), "scale": (tokens, selected)}
+        shapes |= {"into": (experts, narrow, wide), "bias": (experts, narrow), "y": (tokens, wide)}
+        named = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+        x, heads, scale, into, bias, y = named.values()
+        order, ends = expert_products._expert_groups(index, experts)
+        assert order.dtype == ends.dtype == torch.long
+        found = [
+            expert_products._expert_input(x, order, ends, into, bias),
+            *expert_products._expert_input_backward(heads, x, order, ends, into, True, True, True),
+            expert_products._expert_output(heads, order, ends, scale, into),
+            *expert_products._expert_output_backward(y, heads, order, ends, scale, into, True, True),
+        ]
+    expected = [heads, x, into, bias, y, heads, scale, into]
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
+
+
+def test_operators_have_shapes_without_numbers(monkeypatch):
     monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
     with torch.device("meta"):
         into = expert_linear.ExpertInput(num_experts=7, in_features=32, out_features=16)
@@ -185,7 +262,6 @@ def test_a_gpus_path_asks_for_no_number(monkeypatch):
         weight = torch.rand(2, 11, 3, requires_grad=True)
         y = out_of(into(x, index), index, weight)
         y.sum().backward()
-    assert y.shape == (2, 11, 32)
-    assert x.grad.shape == x.shape
+    assert y.shape == x.grad.shape == (2, 11, 32)
     assert weight.grad.shape == weight.shape
     assert all(p.grad.shape == p.shape for p in (*into.parameters(), *out_of.parameters()))

@@ -9,8 +9,11 @@ from hf_moa.modeling import expert_kernels, expert_linear
 pytest.importorskip("triton")
 
 
-def translate(kernel, dtype, generation, *, num_warps, none, **constants):
-    """Compile a kernel to a GPU's machine code; arguments among `none` are None."""
+def translate(kernel, dtype, generation, *, num_warps, none, one=None, **constants):
+    """Compile a kernel to a GPU's machine code, as the launch of aligned tensors would.
+
+    Args:
+        none, one: the arguments that are None, and 1."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -18,12 +21,17 @@ def translate(kernel, dtype, generation, *, num_warps, none, **constants):
     pointers = {"x", "weight", "scale", "bias", "out", "a", "b", "sums"}
     types = {name: f"*{dtype}" if name in pointers else "i32" for name in names}
     types |= {"order": "*i64", "ends": "*i64"}
-    constants |= {none: None}
+    constants |= {none: None} | ({} if one is None else {one: 1})
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=kernel,
         signature={name: types[name] for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if name not in constants and name != "num_experts"
+        },
     )
     target = GPUTarget("cuda", generation, 32)
     return compile(source, target=target, options={"num_warps": num_warps})
@@ -31,27 +39,32 @@ def translate(kernel, dtype, generation, *, num_warps, none, **constants):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", [80, 90])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_kernels_compile_for_gpus(dtype, generation, monkeypatch, tmp_path):
-    """And within the shared memory that a GPU of any of the last generations has."""
+@pytest.mark.parametrize("precision", ["bf16", "ieee", "tf32"])
+def test_kernels_compile_for_gpus(precision, generation, monkeypatch, tmp_path):
+    """For the tensor cores where these know the dtype, with loads ahead of the products, and within the
+    shared memory that a GPU of any of the last generations has."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    rows, inputs, outputs = expert_kernels._LARGEST_TILES[4 if dtype == "fp32" else 2]
+    is_half = precision == "bf16"
+    tiles = expert_kernels._LARGEST_TILES[torch.bfloat16 if is_half else torch.float32]
+    common = {"PRECISION": "ieee" if is_half else precision, "num_warps": 8 if is_half else 4}
+    dtype = "bf16" if is_half else "fp32"
     compiled = []
-    for none in ("scale", "bias"):
+    # into the heads, whose matrices are transposed, and out of them
+    for none, one, slots in (("scale", "stride_in", 8), ("bias", "stride_out", 1)):
         compiled.append(
             translate(
                 expert_kernels._multiply_rows,
                 dtype,
                 generation,
-                num_warps=8 if rows == 128 else 4,
                 none=none,
-                X_PER_TOKEN=none == "scale",
+                one=one,
+                SLOTS=slots,
                 EXPERTS=64,
-                PRECISION="ieee",
-                BLOCK_ROWS=rows,
-                BLOCK_IN=inputs,
-                BLOCK_OUT=outputs,
+                BLOCK_ROWS=tiles.rows,
+                BLOCK_IN=tiles.summed,
+                BLOCK_OUT=tiles.columns,
+                **common,
             )
         )
     for none in ("scale", "sums"):
@@ -60,21 +73,27 @@ def test_kernels_compile_for_gpus(dtype, generation, monkeypatch, tmp_path):
                 expert_kernels._multiply_experts,
                 dtype,
                 generation,
-                num_warps=8 if outputs == 128 else 4,
                 none=none,
-                PRECISION="ieee",
-                BLOCK_ROWS=inputs,
+                SLOTS=8,
+                BLOCK_ROWS=tiles.summed,
                 BLOCK_A=64,
-                BLOCK_B=outputs,
+                BLOCK_B=tiles.columns,
+                **common,
             )
         )
     assert all(each.asm["cubin"] for each in compiled)
     assert max(each.metadata.shared for each in compiled) <= 99 * 1024
+    for each in compiled:
+        assert "cp.async" in each.asm["ptx"]
+        assert ("mma" in each.asm["ptx"]) is (precision != "ieee")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_on_a_gpu(dtype, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_kernels_on_a_gpu(dtype, autocasts, monkeypatch):
+    if autocasts and dtype == torch.float32:
+        pytest.skip("autocast is to half precision")
     monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
     torch.manual_seed(0)
     into = expert_linear.ExpertInput(num_experts=16, in_features=256, out_features=64)
@@ -82,10 +101,11 @@ def test_kernels_on_a_gpu(dtype, monkeypatch):
     x, weight = torch.randn(2, 300, 256), torch.rand(2, 300, 3)
     index = choose(2, 300, experts=16)
     found = []
-    for device, precision in (("cpu", torch.float64), ("cuda", dtype)):
+    for device, precision in (("cpu", torch.float64), ("cuda", torch.float32 if autocasts else dtype)):
         layers = [layer.to(device, precision) for layer in (into, out_of)]
         inputs = [t.to(device, precision).detach().requires_grad_() for t in (x, weight)]
-        y = layers[1](layers[0](inputs[0], index.to(device)), index.to(device), inputs[1])
+        with torch.autocast(device, dtype, enabled=autocasts and device == "cuda"):
+            y = layers[1](layers[0](inputs[0], index.to(device)), index.to(device), inputs[1])
         parameters = [p for layer in layers for p in layer.parameters()]
         grads = torch.autograd.grad(y.sum(), [*inputs, *parameters])
         found.append([t.double().cpu() for t in (y, *grads)])

@@ -1,8 +1,11 @@
 """Projections of the chosen experts: every form is the same function, with the same gradients."""
 
+import itertools
+
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_moa.modeling import expert_linear, expert_loop, expert_products
 from hf_moa.modeling.expert_linear import ExpertInput, ExpertOutput
@@ -89,13 +92,77 @@ def test_operators_are_what_compilers_expect():
     x = torch.randn(len(index), WIDE, dtype=torch.float64, requires_grad=True)
     heads = torch.randn(*index.shape, NARROW, dtype=torch.float64, requires_grad=True)
     scale = torch.rand(index.shape, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(torch.ops.hf_moa.expert_groups, (index, N))
-    groups = torch.ops.hf_moa.expert_groups(index, N)
-    torch.library.opcheck(torch.ops.hf_moa.expert_input, (x, *groups, into.weight, into.bias))
-    torch.library.opcheck(torch.ops.hf_moa.expert_input, (x, *groups, into.weight, None))
+    operators, check = expert_products.operators(), torch.library.opcheck
+    check(operators.expert_groups, (index, N))
+    groups = operators.expert_groups(index, N)
+    check(operators.expert_input, (x, *groups, into.weight, into.bias))
+    check(operators.expert_input, (x, *groups, into.weight, None))
     transposed = torch.randn(WIDE, len(index), dtype=torch.float64, requires_grad=True).T
-    torch.library.opcheck(torch.ops.hf_moa.expert_input, (transposed, *groups, into.weight, into.bias))
-    torch.library.opcheck(torch.ops.hf_moa.expert_output, (heads, *groups, scale, out_of.weight))
+    check(operators.expert_input, (transposed, *groups, into.weight, into.bias))
+    check(operators.expert_output, (heads, *groups, scale, out_of.weight))
+    for needs in itertools.product((True, False), repeat=3):
+        grad = torch.randn(*index.shape, NARROW, dtype=torch.float64)
+        check(operators.expert_input_backward, (grad, x.detach(), *groups, into.weight.detach(), *needs))
+        if needs[2]:
+            tensors = (x.detach(), heads.detach(), *groups, scale.detach(), out_of.weight.detach())
+            check(operators.expert_output_backward, (*tensors, *needs[:2]))
+
+
+@pytest.mark.parametrize("frozen", ["input", "output", "inputs of both"])
+def test_gradients_that_nobody_asks_for_are_not_computed(frozen):
+    into, out_of = layers()
+    index = choose(2, 6).flatten(0, 1)
+    x = torch.randn(len(index), WIDE, dtype=torch.float64, requires_grad=True)
+    scale = torch.rand(index.shape, dtype=torch.float64, requires_grad=True)
+
+    def run():
+        heads = expert_products.expert_input(x, index, into.weight, into.bias)
+        with FlopCounterMode(display=False) as counter:
+            expert_products.expert_output(heads, index, scale, out_of.weight).sum().backward()
+        return counter.get_total_flops()
+
+    products = 2 * index.numel() * WIDE * NARROW
+    assert run() == 5 * products
+    # backward goes through both: of each, what is frozen takes no product
+    if frozen == "input":
+        into.requires_grad_(False)
+    elif frozen == "output":
+        out_of.requires_grad_(False)
+    else:
+        x.requires_grad_(False)
+    assert run() == 4 * products
+
+
+def test_versions_of_the_code_do_not_meet():
+    """A checkpoint may carry older operators of the same names."""
+
+    def other_input(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    name = expert_products._library_name(expert_products._FUNCTIONS)
+    assert name == expert_products._LIBRARY
+    assert expert_products._library_name((other_input,)) != name
+
+
+def test_lengths_stay_open_in_a_compiled_graph(monkeypatch):
+    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
+    into, out_of = layers()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda x, index, scale: out_of(into(x, index), index, scale), backend=count, dynamic=True
+    )
+    for length in (11, 13, 17):
+        index = choose(2, length)
+        x = torch.randn(2, length, WIDE, dtype=torch.float64)
+        scale = torch.rand(index.shape, dtype=torch.float64)
+        torch.testing.assert_close(function(x, index, scale), out_of(into(x, index), index, scale))
+    assert len(graphs) == 1
 
 
 def test_half_precision_is_rounded_once(monkeypatch):
