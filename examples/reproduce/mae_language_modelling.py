@@ -86,7 +86,6 @@ def report(results: Results, folder: Path) -> str:
         Column("perplexity", "perplexity", "{:.2f}", paired=True),
         Column("gate entropy (uniform: 2.079)", "entropy", "{:.3f}"),
         Column("positions of the most used expert", "largest_share", "{:.0%}"),
-        Column("training, seconds", "train_seconds", "{:.0f}"),
     ]
     found = variant_table(results, VARIANTS, columns, blocks=BLOCKS, epochs=EPOCHS)
     return f"{found}\n\n{time_and_machine(results)}"

@@ -35,12 +35,11 @@ class _ProjectWeighted(torch.autograd.Function):
         context, weights, weight = ctx.saved_tensors
         needs_context, needs_weights, needs_weight, needs_bias = ctx.needs_input_grad
         grad_context = grad_weights = grad_weight = grad_bias = None
-        rows = grad.flatten(0, -2)
-        # memory to use again, unless a graph holds it
+        rows = grad.reshape(-1, grad.shape[-1])
         scratch = None
         if needs_weight:
             weighted = context * weights
-            scratch = _reusable(weighted)
+            scratch = _reusable(weighted, grad)
             weighted = weighted.flatten(-2).flatten(0, -2)
             # in the layout of the parameter, which is Conv1D's where it is transposed here
             is_linear = weight.is_contiguous()
@@ -48,17 +47,17 @@ class _ProjectWeighted(torch.autograd.Function):
         if needs_bias:
             grad_bias = rows.sum(dim=0)
         if needs_context or needs_weights:
-            grad_heads = (grad @ weight).unflatten(-1, context.shape[-2:])
+            grad_heads = (grad @ weight).reshape(context.shape)
             if needs_weights:
                 grad_weights = torch.mul(grad_heads, context, out=scratch).sum_to_size(weights.shape)
             if needs_context:
-                grad_context = torch.mul(grad_heads, weights, out=_reusable(grad_heads))
+                grad_context = torch.mul(grad_heads, weights, out=_reusable(grad_heads, grad))
         return grad_context, grad_weights, grad_weight, grad_bias
 
 
-def _reusable(x: Tensor) -> Tensor | None:
-    """`x`, to be written over, unless a graph may hold it."""
-    return None if torch.is_grad_enabled() else x
+def _reusable(x: Tensor, grad: Tensor) -> Tensor | None:
+    """`x`, to be written over; None where a graph may hold it, or a transform has no rule for that."""
+    return None if torch.is_grad_enabled() or is_transformed(grad) else x
 
 
 def tanh_dropout(x: Tensor, p: float) -> Tensor:
@@ -85,5 +84,5 @@ class _TanhDropout(torch.autograd.Function):
         y, kept = ctx.saved_tensors
         # tanh' = 1 - tanh^2, of y = scale * tanh where it was kept
         slope = (y * y).mul_(-1 / ctx.scale).add_(ctx.scale)
-        grad = torch.mul(grad, slope, out=_reusable(slope))
-        return torch.mul(grad, kept.to(grad.dtype), out=_reusable(slope)), None
+        slope.mul_(kept)
+        return torch.mul(grad, slope, out=_reusable(slope, grad)), None

@@ -132,6 +132,18 @@ def test_transforms_take_the_plain_form():
     actual = torch.func.jvp(lambda c: project_weighted(linear, c, weights), (context,), (tangent,))
     expected = torch.func.jvp(lambda c: linear((c * weights).flatten(-2)), (context,), (tangent,))
     torch.testing.assert_close(actual, expected)
+    y = project_weighted(linear, context, weights)
+    grads = torch.randn(3, *y.shape, dtype=torch.float64)
+    wanted = (context, weights, *linear.parameters())
+    batched = torch.autograd.grad(y, wanted, grads, retain_graph=True, is_grads_batched=True)
+    for i, grad in enumerate(grads):
+        one = torch.autograd.grad(y, wanted, grad, retain_graph=True)
+        torch.testing.assert_close([each[i] for each in batched], list(one))
+    dropped = tanh_dropout(context, 0.3)
+    grads = torch.randn(3, *dropped.shape, dtype=torch.float64)
+    (batched,) = torch.autograd.grad(dropped, context, grads, retain_graph=True, is_grads_batched=True)
+    (one,) = torch.autograd.grad(dropped, context, grads[1])
+    torch.testing.assert_close(batched[1], one)
     assert torch.func.vmap(lambda x: tanh_dropout(x, 0.3), randomness="different")(tangent).shape == (
         tangent.shape
     )
