@@ -79,4 +79,18 @@ def test_report_leaves_out_other_learning_rates(experiment, tmp_path):
         for fraction, seed in ((0.25, 0), (0.5, 1)):
             settings = {**run, "learning_rate": rate, "fraction": fraction, "seed": seed}
             results.add(settings, {"accuracy": accuracy}, seconds=1)
-    assert experiment.reported(results, "mrpc", "ftg", 0.5, "accuracy") == [0.7]
+    assert experiment.reported(results, "accuracy", "mrpc", "ftg", 0.5) == {1: 0.7}
+    assert experiment.accuracy(results, "mrpc", "ftg", 0.5) == [70]
+    results.add(
+        {**run, "method": "none", "learning_rate": 1e-4, "fraction": 0.25, "seed": 0},
+        {"accuracy": 0.5},
+        seconds=1,
+    )
+    results.add(
+        {**run, "method": "none", "learning_rate": 1e-4, "fraction": 0.5, "seed": 1},
+        {"accuracy": 0.9},
+        seconds=1,
+    )
+    (difference,) = experiment.above_full_finetuning(results, "mrpc", "ftg", 0.5)
+    assert difference == pytest.approx(-20)
+    assert experiment.above_full_finetuning(results, "mrpc", "none", 0.5) == []

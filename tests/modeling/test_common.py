@@ -237,7 +237,9 @@ def _assert_padding_and_batch_change_nothing(case, fields):
 
 
 @each_variant
-@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize(
+    "implementation", ["sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)]
+)
 def test_attention_implementations_agree(case, fields, implementation):
     # T5's scores are not scaled: small weights keep float32 rounding small
     model = case.build(attn_implementation="eager", noise=0.05, **fields)
