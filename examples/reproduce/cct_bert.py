@@ -147,7 +147,7 @@ def finetune(settings: Settings, options: argparse.Namespace) -> dict:
         flags |= {"cct_noise_steps": -1, "eval_budgets": True}
     with tempfile.TemporaryDirectory() as folder:
         found = run_script("run_qa" if task == "squad" else "run_glue", flags, folder)
-        model = load_checkpoint(str(folder)).base_model
+        model = load_checkpoint(folder).base_model
         if settings["variant"] != CCT:
             return {"score": found[f"eval_{measure}"], "flops": layer_flops(model, LENGTH)}
         measured = {}

@@ -18,6 +18,8 @@ _ROWS = 512
 
 
 def expert_groups(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The rows of a flattened `index` `[n, k]`, expert by expert: their numbers `[n * k]` int64, and
+    where each expert's end `[N]` int64."""
     flat = index.reshape(-1).numpy()
     # 16 bits are sorted by radix, ten times as fast as `Tensor.argsort`
     order = np.argsort(flat.astype(np.uint16 if num_experts < 2**16 else np.int64), kind="stable")
@@ -84,6 +86,7 @@ def expert_input_backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `x`, `weight` and `bias`; one that is not needed is empty."""
     grad = grad.reshape(len(order), -1)
     grad_x = _sums(x, *x.shape) if needs_x else x.new_empty(0)
     grad_weight = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
@@ -122,6 +125,7 @@ def expert_output_backward(
     needs_x_or_scale: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `x`, `scale` and `weight`; one that is not needed is empty."""
     rows_of_x, rows_of_scale = x.reshape(len(order), -1), scale.reshape(-1, 1)
     grad_x = rows_of_x.new_empty(rows_of_x.shape if needs_x_or_scale else 0)
     grad_scale = rows_of_scale.new_empty(rows_of_scale.shape if needs_x_or_scale else 0)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .expert_loop import OPERATORS as CPU_OPERATORS
 from .precision import without_autocast
 
 
@@ -62,84 +64,41 @@ def _compute(name: str, x: Tensor, *args: Any) -> Any:
 
 def _computed_by(x: Tensor) -> dict[str, Callable[..., Any]]:
     if x.device.type == "cpu":
-        from .expert_loop import OPERATORS
-    else:
-        from .expert_kernels import OPERATORS
+        return CPU_OPERATORS
+    from .expert_kernels import OPERATORS
+
     return OPERATORS
 
 
-def _expert_groups(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The rows of a flattened `index` `[n, k]`, expert by expert: their numbers `[n * k]` int64, and
-    where each expert's end `[N]` int64."""
-    return _compute("expert_groups", index, num_experts)
+# those of both devices have the same
+_SCHEMAS = {
+    name: torch.library.infer_schema(function, mutates_args=())
+    for name, function in CPU_OPERATORS.items()
+}
 
 
-def _expert_input(x: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _compute("expert_input", x, order, ends, weight, bias)
-
-
-def _expert_input_backward(
-    grad: Tensor,
-    x: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    weight: Tensor,
-    needs_x: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients; one that is not needed is empty."""
-    needs = needs_x, needs_weight, needs_bias
-    return _compute("expert_input_backward", grad, x, order, ends, weight, *needs)
-
-
-def _expert_output(x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    return _compute("expert_output", x, order, ends, scale, weight)
-
-
-def _expert_output_backward(
-    grad: Tensor,
-    x: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    needs_x_or_scale: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `x`, `scale` and `weight`; one that is not needed is empty."""
-    needs = needs_x_or_scale, needs_weight
-    return _compute("expert_output_backward", grad, x, order, ends, scale, weight, *needs)
-
-
-_FUNCTIONS = (
-    _expert_groups,
-    _expert_input,
-    _expert_input_backward,
-    _expert_output,
-    _expert_output_backward,
-)
-
-
-def _library_name(functions: tuple[Callable[..., Any], ...]) -> str:
+def _library_name(schemas: dict[str, str]) -> str:
     """A name of these schemas alone: a checkpoint may carry an older version of this code."""
-    schemas = [torch.library.infer_schema(function, mutates_args=()) for function in functions]
     return f"hf_moa_{zlib.crc32(repr(schemas).encode()):08x}"
 
 
-_LIBRARY = _library_name(_FUNCTIONS)
+_LIBRARY = _library_name(_SCHEMAS)
 
 
 def _register() -> None:
     """Make the operators known to PyTorch; a second copy of this code leaves the first in place."""
     if hasattr(operators(), "expert_groups"):
         return
-    defined = {}
-    for function in _FUNCTIONS:
-        name = function.__name__.lstrip("_")
-        defined[name] = torch.library.custom_op(
-            f"{_LIBRARY}::{name}", function, mutates_args=(), device_types=("cpu", "cuda")
+    defined = {
+        name: torch.library.custom_op(
+            f"{_LIBRARY}::{name}",
+            partial(_compute, name),
+            mutates_args=(),
+            schema=schema,
+            device_types=("cpu", "cuda"),
         )
+        for name, schema in _SCHEMAS.items()
+    }
     _register_shapes(defined)
     _register_gradients(defined)
     _register_flops()

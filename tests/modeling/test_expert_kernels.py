@@ -233,6 +233,7 @@ def test_what_runs_around_the_kernels_waits_for_no_number(dtype, autocasts, monk
     monkeypatch.setattr(expert_kernels, "_multiply_rows", Launcher())
     monkeypatch.setattr(expert_kernels, "_multiply_experts", Launcher())
     monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
+    compute = expert_products._compute
     tokens, selected, experts, narrow, wide = 40, 3, 7, 16, 32
     with FakeTensorMode(), torch.device("cuda"), autocast_of_a_gpu(autocasts, dtype):
         index = torch.empty(tokens, selected, dtype=torch.long)
@@ -240,13 +241,13 @@ def test_what_runs_around_the_kernels_waits_for_no_number(dtype, autocasts, monk
         shapes |= {"into": (experts, narrow, wide), "bias": (experts, narrow), "y": (tokens, wide)}
         named = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
         x, heads, scale, into, bias, y = named.values()
-        order, ends = expert_products._expert_groups(index, experts)
+        order, ends = compute("expert_groups", index, experts)
         assert order.dtype == ends.dtype == torch.long
         found = [
-            expert_products._expert_input(x, order, ends, into, bias),
-            *expert_products._expert_input_backward(heads, x, order, ends, into, True, True, True),
-            expert_products._expert_output(heads, order, ends, scale, into),
-            *expert_products._expert_output_backward(y, heads, order, ends, scale, into, True, True),
+            compute("expert_input", x, order, ends, into, bias),
+            *compute("expert_input_backward", heads, x, order, ends, into, True, True, True),
+            compute("expert_output", heads, order, ends, scale, into),
+            *compute("expert_output_backward", y, heads, order, ends, scale, into, True, True),
         ]
     expected = [heads, x, into, bias, y, heads, scale, into]
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
