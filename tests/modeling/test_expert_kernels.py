@@ -266,3 +266,11 @@ def test_operators_have_shapes_without_numbers(monkeypatch):
     assert y.shape == x.grad.shape == (2, 11, 32)
     assert weight.grad.shape == weight.shape
     assert all(p.grad.shape == p.shape for p in (*into.parameters(), *out_of.parameters()))
+
+
+def test_operators_of_both_devices_have_the_same_schemas():
+    found = {
+        name: torch.library.infer_schema(function, mutates_args=())
+        for name, function in expert_kernels.OPERATORS.items()
+    }
+    assert found == expert_products._SCHEMAS
