@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
+from .activations import build_activation
 from .cct import sublayer_norm
 from .cct_feed_forward import FeedForwardGate, GatedFeedForward
 from .linear_slices import input_slice, is_plain, linear_slice
@@ -40,7 +40,7 @@ class DenseFeedForward(nn.Module):
         super().__init__()
         self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.linear = nn.Linear(hidden_size, intermediate_size, bias=bias) if is_gated else None
-        self.activation = ACT2FN[activation]
+        self.activation = build_activation(activation)
         self.dropout = nn.Dropout(dropout)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 

@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertIntermediate
 from transformers.pytorch_utils import apply_chunking_to_forward
 
+from .activations import build_activation
 from .attention import AttentionResult, GatedAttention
 from .configuration_moa_bert import MoaBertConfig
 from .expert_linear import ExpertInput, ExpertOutput
@@ -140,6 +141,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
             self.output = MoaBertSublayerOutput(config, dense=None)
             return
         self.intermediate = BertIntermediate(config)
+        self.intermediate.intermediate_act_fn = build_activation(config.hidden_act)
         self.output = MoaBertSublayerOutput(
             config, nn.Linear(config.intermediate_size, config.hidden_size)
         )

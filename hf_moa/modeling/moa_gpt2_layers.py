@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.pytorch_utils import Conv1D
 
+from .activations import build_activation
 from .attention import GatedAttention
 from .attention_functions import upcast_attention_forward
 from .configuration_moa_gpt2 import MoaGPT2Config
@@ -98,6 +99,7 @@ class MoaGPT2MLP(GPT2MLP):
 
     def __init__(self, config: MoaGPT2Config):
         super().__init__(config.ffn_size, config)
+        self.act = build_activation(config.activation_function)
         self.gate = build_feed_forward_gate(
             config, hidden_size=config.n_embd, intermediate_size=config.ffn_size
         )

@@ -16,6 +16,7 @@ from transformers.models.t5.modeling_t5 import (
     T5LayerNorm,
 )
 
+from .activations import build_activation
 from .attention import GatedAttention
 from .configuration_moa_t5 import MoaT5Config
 from .expert_linear import ExpertInput, ExpertOutput
@@ -156,6 +157,7 @@ class _GatedDense:
 
     def __init__(self, config: MoaT5Config):
         super().__init__(config)
+        self.act = build_activation(config.dense_act_fn)
         self.gate = build_feed_forward_gate(
             config,
             hidden_size=config.d_model,

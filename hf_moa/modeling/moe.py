@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 from transformers.integrations import use_experts_implementation
 from transformers.integrations.moe import ExpertsInterface
 
+from .activations import build_activation
 from .routing import ROUTERS
 
 
@@ -59,7 +59,7 @@ class FeedForwardExperts(nn.Module):
         if self.bias:
             self.up_proj_bias = nn.Parameter(torch.zeros(num_experts, up_size))
             self.down_proj_bias = nn.Parameter(torch.zeros(num_experts, hidden_size))
-        self.act_fn = ACT2FN[activation]
+        self.act_fn = build_activation(activation)
         nn.init.normal_(up, std=hidden_size**-0.5)
         nn.init.normal_(self.down_proj, std=intermediate_size**-0.5)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32, or as it is in float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def autocasts(device_type: str) -> bool:
