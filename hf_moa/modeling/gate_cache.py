@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, S
 
 # Inputs that a dynamic layer holds beyond the window, so that as many tokens can be cropped.
 CROP_RESERVE = 128
+# Rows that a new buffer has room for, at least: an eighth of those it holds, where that is more.
+_LEAST_ROOM = 64
 
 
 class Window(NamedTuple):
@@ -42,27 +44,31 @@ class GrowingRows:
     # alone, of any number.
     __slots__ = ("__dict__", "_buffer", "_end")
 
+    dim = 1
+
     def __init__(self, rows: Tensor):
         self._take(rows)
 
     def __len__(self) -> int:
-        return self.rows.shape[1]
+        return self.rows.shape[self.dim]
 
     def append(self, new: Tensor, *, held: int | None = None) -> Tensor:
         """Append `new`; return all rows, and keep the last `held` (None: all) of them."""
         if torch.compiler.is_compiling():
-            self._take(torch.cat([self.rows, new], dim=1))
+            self._take(torch.cat([self.rows, new], dim=self.dim))
         elif torch.is_grad_enabled():  # what a graph holds must not change
-            self._take(torch.cat([self.rows, new], dim=1) if len(self) else new)
+            self._take(torch.cat([self.rows, new], dim=self.dim) if len(self) else new)
         else:
             self._append_in_place(new)
         rows = self.rows
-        self.rows = _last(rows, held)
+        if held is not None and len(self) > held:
+            self.rows = rows.narrow(self.dim, len(self) - held, held)
         return rows
 
     def crop(self, length: int) -> None:
-        """Drop the last `length` rows."""
-        self.rows = self.rows[:, : len(self) - length]
+        """Drop the last `length` rows, or all, where they are fewer."""
+        length = min(length, len(self))
+        self.rows = self.rows.narrow(self.dim, 0, len(self) - length)
         if self._room() is not None:
             self._end -= length
 
@@ -70,16 +76,19 @@ class GrowingRows:
         self._take(function(self.rows))
 
     def _append_in_place(self, new: Tensor) -> None:
-        total = len(self) + new.shape[1]
+        dim, more = self.dim, new.shape[self.dim]
+        total = len(self) + more
         room = self._room()
-        if room is None or self._end + new.shape[1] > room.shape[1]:
-            room = self.rows.new_empty(self.rows.shape[0], 2 * total, *self.rows.shape[2:])
-            torch.cat([self.rows, new], dim=1, out=room[:, :total])
+        if room is None or self._end + more > room.shape[dim]:
+            shape = list(self.rows.shape)
+            shape[dim] = total + max(_LEAST_ROOM, total // 8)
+            room = self.rows.new_empty(shape)
+            torch.cat([self.rows, new], dim=dim, out=room.narrow(dim, 0, total))
             self._buffer, self._end = room, total
         else:
-            room[:, self._end : self._end + new.shape[1]] = new
-            self._end += new.shape[1]
-        self.rows = room[:, self._end - total : self._end]
+            room.narrow(dim, self._end, more).copy_(new)
+            self._end += more
+        self.rows = room.narrow(dim, self._end - total, total)
 
     def _room(self) -> Tensor | None:
         """The buffer that the rows stand in; None without one, or if it was made in inference mode and
@@ -91,6 +100,14 @@ class GrowingRows:
 
     def _take(self, rows: Tensor) -> None:
         self.rows, self._buffer, self._end = rows, None, 0
+
+
+class GrowingKeys(GrowingRows):
+    """Keys or values, `[B, heads, S, dh]`, that grow along dim 2."""
+
+    __slots__ = ()
+
+    dim = 2
 
 
 class _GateStates:
@@ -110,6 +127,9 @@ class _GateStates:
 
 class GatedDynamicLayer(_GateStates, DynamicLayer):
     """`DynamicLayer` with gate states that grow with it."""
+
+    # no part of what an exporter sees, as in `GrowingRows`
+    __slots__ = ("_growing",)
 
     states: dict[str, GrowingRows]
     record_past = False
@@ -143,6 +163,28 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         valid = self._append(f"{name}_valid", valid, held=held)
         return Window(_last(rows, seen), _last(valid, seen))
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """`DynamicLayer.update`, without its copy of all keys and values at each step."""
+        grows_in_place = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_empty(self))
+        if not grows_in_place or key_states.dtype != self.keys.dtype:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.keys = self._grow("keys", key_states)
+        self.values = self._grow("values", value_states)
+        return self.keys, self.values
+
+    def _grow(self, name: str, new: Tensor) -> Tensor:
+        growing = getattr(self, "_growing", None)
+        if growing is None:
+            growing = self._growing = {}
+        held = getattr(self, name)
+        if name not in growing or growing[name].rows is not held:  # moved, cropped or chosen from
+            growing[name] = GrowingKeys(held)
+        return growing[name].append(new)
+
+    def offload(self) -> None:
+        super().offload()
+        self._growing = {}
+
     def count(self, name: str, amounts: Tensor) -> Tensor:
         """Add `[B, T, n]`; return the sums over all tokens before these, `[B, n]`."""
         before = self.counted(name)
@@ -165,7 +207,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.states = {}
+        self.states, self._growing = {}, {}
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove >= 0:
