@@ -116,11 +116,11 @@ class MaeGate(nn.Module):
     def _hidden(self, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
         """`dense(norm(x))`."""
         norm = self.norm
+        by_batch = type(norm) is GateBatchNorm and norm.uses_batch_statistics
         # its weight may be another module's to gather, as FSDP's
-        stands_alone = type(norm) is GateBatchNorm and type(norm.weight) in (nn.Parameter, Tensor)
-        stands_alone = stands_alone and not is_watched(norm) and is_plain(self.dense)
-        if not (stands_alone and norm.uses_batch_statistics):
-            return self.dense(self.norm(x, valid).to(dtype))
+        stands_alone = by_batch and type(norm.weight) in (nn.Parameter, Tensor)
+        if not (stands_alone and not is_watched(norm) and is_plain(self.dense)):
+            return self.dense(norm(x, valid).to(dtype))
         # The norm's weight and bias go into the matrix: backward need not keep what they make.
         weight = self.dense.weight * norm.weight
         bias = self.dense.bias + self.dense.weight.to(weight.dtype) @ norm.bias
