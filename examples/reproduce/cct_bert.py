@@ -119,17 +119,24 @@ def budgets_of(variant: str) -> tuple[float | None, ...]:
 def pretrain(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_mlm_no_trainer.py`."""
     variant = settings["variant"]
+    found, _ = pretrained(variant, settings["seed"], options)
+    names = [at_budget("perplexity", budget) for budget in budgets_of(variant)]
+    return {name: found[name.replace(" ", "_")] for name in names}
+
+
+def pretrained(variant: str, seed: int, options: argparse.Namespace) -> tuple[dict, Path]:
+    """What was measured of a model, and its folder; it is pretrained if it is not there."""
+    folder = run_folder(options.models_dir, variant, seed)
     found = train_on_wikitext2(
         "run_mlm_no_trainer",
         merged(PRETRAINING, VARIANTS[variant]),
-        steps=settings["steps"],
-        seed=settings["seed"],
+        steps=STEPS,
+        seed=seed,
         data_dir=options.data_dir,
         work_dir=options.models_dir,
-        folder=run_folder(options.models_dir, variant, settings["seed"]),
+        folder=folder,
     )
-    names = [at_budget("perplexity", budget) for budget in budgets_of(variant)]
-    return {name: found[name.replace(" ", "_")] for name in names}
+    return found, folder
 
 
 def finetune(settings: Settings, options: argparse.Namespace) -> dict:
@@ -139,7 +146,7 @@ def finetune(settings: Settings, options: argparse.Namespace) -> dict:
     flags = {
         **FINETUNING,
         **flags,
-        "model_name_or_path": run_folder(options.models_dir, settings["variant"], settings["seed"]),
+        "model_name_or_path": pretrained(settings["variant"], settings["seed"], options)[1],
         "seed": settings["seed"],
     }
     flags |= data_of(task, options.data_dir)
@@ -186,7 +193,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
     rows = [text[i * size : (i + 1) * size] for i in range(settings["latency_of_batch"])]
     candidates = {}
     for variant in VARIANTS:
-        folder = run_folder(options.models_dir, variant, settings["seed"])
+        _, folder = pretrained(variant, settings["seed"], options)
         model = load_checkpoint(str(folder)).base_model
         batch = AutoTokenizer.from_pretrained(folder)(
             rows, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"

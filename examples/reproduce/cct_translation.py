@@ -84,19 +84,25 @@ def budgets_of(variant: str) -> tuple[float | None, ...]:
     return BUDGETS if variant in GATED else (None,)
 
 
-def measure(settings: Settings, options: argparse.Namespace) -> dict:
-    """One training run, and BLEU of a beam search at each budget."""
-    folder = run_folder(options.models_dir, settings["variant"], settings["seed"])
+def trained_model(variant: str, seed: int, options: argparse.Namespace) -> Path:
+    """The folder of a run's model, which is trained first if it is not there."""
+    folder = run_folder(options.models_dir, variant, seed)
     train_translation(
         "multi30k",
-        VARIANTS[settings["variant"]],
-        steps=settings["steps"],
-        seed=settings["seed"],
+        VARIANTS[variant],
+        steps=STEPS,
+        seed=seed,
         data_dir=options.data_dir,
         work_dir=options.models_dir,
         folder=folder,
         evaluate=False,
     )
+    return folder
+
+
+def measure(settings: Settings, options: argparse.Namespace) -> dict:
+    """One training run, and BLEU of a beam search at each budget."""
+    folder = trained_model(settings["variant"], settings["seed"], options)
     model = load_checkpoint(str(folder))
     translator = held_out_text(options, folder)
     measured = {"parameters": model.num_parameters()}
@@ -142,7 +148,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 
     candidates = {}
     for variant in (*PLAIN, "CCT"):
-        folder = run_folder(options.models_dir, variant, settings["seed"])
+        folder = trained_model(variant, settings["seed"], options)
         translator = held_out_text(options, folder, settings["latency"])
         model = load_checkpoint(str(folder))
         for budget in budgets_of(variant):

@@ -60,8 +60,8 @@ def model_folder(models_dir: str | Path, settings: Settings) -> Path:
     return run_folder(Path(models_dir, settings["corpus"]), settings["variant"], settings["seed"])
 
 
-def measure(settings: Settings, options: argparse.Namespace) -> dict:
-    found = train_translation(
+def train(settings: Settings, options: argparse.Namespace) -> dict:
+    return train_translation(
         settings["corpus"],
         VARIANTS[settings["variant"]],
         steps=settings["steps"],
@@ -70,6 +70,16 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
         work_dir=options.models_dir,
         folder=model_folder(options.models_dir, settings),
     )
+
+
+def trained_model(settings: Settings, options: argparse.Namespace) -> Path:
+    """The folder of a run's model, which is trained first if it is not there."""
+    train(settings, options)
+    return model_folder(options.models_dir, settings)
+
+
+def measure(settings: Settings, options: argparse.Namespace) -> dict:
+    found = train(settings, options)
     return {"bleu": found["bleu"], "loss": found["eval_loss"], "tokens": found["tokens"]}
 
 

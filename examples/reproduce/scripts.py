@@ -33,6 +33,30 @@ def run_script(name: str, flags: Flags, output_dir: str | Path) -> dict[str, Any
     return read_json(Path(output_dir, "all_results.json"))
 
 
+def run_script_once(name: str, flags: Flags, folder: str | Path) -> dict[str, Any]:
+    """`run_script`, unless the folder holds this run already; one that was cut off there goes on, where
+    the flags say so.
+
+    Raises:
+        ValueError: the folder holds a run of other flags.
+    """
+    _claim(Path(folder), flags)
+    finished = Path(folder, "all_results.json")
+    return read_json(finished) if finished.is_file() else run_script(name, flags, folder)
+
+
+def _claim(folder: Path, flags: Flags) -> None:
+    """Note in the folder whose run it holds."""
+    path, text = folder / "flags.json", json.dumps(flags, indent=1, default=str)
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
+        raise ValueError(
+            f"{folder} holds a run of other flags (see {path.name} there): remove it, or give another "
+            "folder for the models."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
 def as_argv(flags: Flags) -> list[str]:
     argv = []
     for name, value in flags.items():

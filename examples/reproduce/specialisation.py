@@ -47,7 +47,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
 
     torch.manual_seed(settings["seed"])  # of the experts that are drawn
     files = CORPORA[settings["corpus"]](options.data_dir, options.models_dir)
-    folder = mae_translation.model_folder(options.models_dir, settings)
+    folder = mae_translation.trained_model(settings, options)
     model = load_checkpoint(str(folder))
     tables = tables_of(model, folder, files["test_source"], target=files["test_target"])
     measured: dict[str, Any] = mae_gates(tables)
@@ -125,7 +125,7 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("measuring", runs, measure),),
     report=report,
-    needed={"models_dir": "of mae_translation.py"},
+    needed={"models_dir": "of mae_translation.py; those that it lacks are trained"},
     optional=DATA_DIR,
     plan=mae_translation.EXPERIMENT.plan,
 )

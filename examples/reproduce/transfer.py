@@ -89,8 +89,13 @@ def num_steps(fraction: float) -> int:
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_translation.py`; of a tuning run, BLEU of the validation text."""
     files = multi30k(options.data_dir, options.models_dir)
-    source = {"corpus": "tatoeba", "variant": "MAE-7", "seed": settings["seed"] or SEEDS[0]}
-    base = mae_translation.model_folder(options.models_dir, source)
+    source = {
+        "corpus": "tatoeba",
+        "variant": "MAE-7",
+        "steps": mae_translation.STEPS["tatoeba"],
+        "seed": settings["seed"] or SEEDS[0],
+    }
+    base = mae_translation.trained_model(source, options)
     text = "validation" if settings["seed"] == TUNING["seed"] else "test"
     flags: Flags = {
         **TRAINER_FLAGS,
@@ -174,7 +179,7 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("rates", tuning_runs, measure), Phase("fractions", final_runs, measure)),
     report=report,
-    needed={"models_dir": "of mae_translation.py"},
+    needed={"models_dir": "of mae_translation.py; those that it lacks are trained"},
     optional=DATA_DIR,
     plan=lambda: [mae_translation.EXPERIMENT.plan(), TRAINING, EPOCHS, LEAST_STEPS],
 )

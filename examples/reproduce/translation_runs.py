@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from corpora import multi30k, read_lines, tatoeba
-from scripts import Flags, merged, read_json, run_script
+from scripts import Flags, merged, run_script_once
 
 CORPORA = {"multi30k": multi30k, "tatoeba": tatoeba}
 SIZE = {
@@ -82,30 +81,10 @@ def train_translation(
             "validation_target": files["test_target"],
             "eval_steps": steps + 1,  # in the end alone
         }
-    claim(Path(folder), flags)
-    finished = Path(folder, "all_results.json")
-    if finished.is_file():
-        return {**read_json(finished), "files": files}
-    found = run_script("run_translation_no_trainer", flags, folder)
+    found = run_script_once("run_translation_no_trainer", flags, folder)
     for checkpoint in Path(folder).glob("step_*"):
         shutil.rmtree(checkpoint)
     return {**found, "files": files}
-
-
-def claim(folder: Path, flags: Flags) -> None:
-    """Note in the folder whose run it holds.
-
-    Raises:
-        ValueError: it holds one of other flags.
-    """
-    path, text = folder / "flags.json", json.dumps(flags, indent=1, default=str)
-    if path.is_file() and path.read_text(encoding="utf-8") != text:
-        raise ValueError(
-            f"{folder} holds a run of other flags (see {path.name} there): remove it, or give another "
-            "folder for the models."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
 
 
 class Translator:

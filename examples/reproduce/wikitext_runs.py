@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from corpora import wikitext2
-from scripts import Flags, run_script
+from scripts import Flags, run_script_once
 
 
 def train_on_wikitext2(
@@ -25,7 +25,7 @@ def train_on_wikitext2(
         script: which one.
         flags: of the model and its training.
         data_dir, work_dir: of `wikitext2`.
-        folder: for the model.
+        folder: for the model; a run that ended there is not made again.
 
     Returns:
         What the script measured, and the `files`.
@@ -39,4 +39,4 @@ def train_on_wikitext2(
         "eval_steps": steps + 1,  # in the end alone
         "seed": seed,
     }
-    return {**run_script(script, flags, folder), "files": files}
+    return {**run_script_once(script, flags, folder), "files": files}
