@@ -1,9 +1,12 @@
-"""Settings for every test: no network, and one thread per worker process."""
+"""Settings for every test: no network, reproducible products, one thread per worker process."""
 
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+# Products to the bit, wherever in memory a file's weights stand: on some processors MKL's last bit
+# depends on that.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 import pytest
 import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,12 +234,6 @@ each_variant = pytest.mark.parametrize(
         for name, fields in case.family.variants.items()
     ],
 )
-
-
-def in_own_memory(model):
-    """A copy, which stands where the allocator puts it and not where a file has it: on some processors
-    the last bit of a product depends on the weights' alignment."""
-    return copy.deepcopy(model)
 
 
 def main_output(output) -> torch.Tensor:
