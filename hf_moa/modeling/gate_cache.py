@@ -61,8 +61,8 @@ class GrowingRows:
         else:
             self._append_in_place(new)
         rows = self.rows
-        if held is not None and len(self) > held:
-            self.rows = rows.narrow(self.dim, len(self) - held, held)
+        if held is not None:
+            self.rows = _last(rows, held)  # of dim 1; no `len`, which would fix the length in an export
         return rows
 
     def crop(self, length: int) -> None:

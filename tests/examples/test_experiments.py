@@ -270,7 +270,7 @@ def test_a_training_that_ended_is_not_made_again(reproduce, data_dir, tmp_path, 
     monkeypatch.syspath_prepend(str(FOLDER.parent))
     run = {"steps": 2, "seed": 1, "data_dir": data_dir, "work_dir": tmp_path, "folder": tmp_path / "run"}
     first = module.train_translation("multi30k", {"attention_type": "mha"}, **run)
-    monkeypatch.setattr(module, "run_script", None)
+    monkeypatch.setattr(sys.modules["scripts"], "run_script", None)
     assert module.train_translation("multi30k", {"attention_type": "mha"}, **run) == first
     with pytest.raises(ValueError, match="holds a run of other flags"):
         module.train_translation("multi30k", {"attention_type": "mha"}, **{**run, "seed": 2})
