@@ -6,7 +6,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 # Written out in elementwise operations -> the same function as one kernel. GPT-2's GELU alone takes
-# eight, which are a good part of a decoding step, and keeps five tensors for backward.
+# eight, which are a good part of a decoding step, and keeps four tensors for backward, not one.
 _KERNELS = {
     "gelu_accurate": "gelu_pytorch_tanh",
     "gelu_new": "gelu_pytorch_tanh",

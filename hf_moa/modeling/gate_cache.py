@@ -61,8 +61,7 @@ class GrowingRows:
         else:
             self._append_in_place(new)
         rows = self.rows
-        if held is not None:
-            self.rows = _last(rows, held)  # of dim 1; no `len`, which would fix the length in an export
+        self.rows = _last(rows, held)  # not by `len`, which would fix the length in an export
         return rows
 
     def crop(self, length: int) -> None:
