@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .attention_functions import eager_attention_forward
 from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
-from .cct_costs import AttentionCost, used_and_full
+from .cct_costs import AttentionCost, AttentionUse, used_and_full
 from .gate_cache import Window, gated_layer, is_empty, own_cache
 from .linear_slices import is_plain, takes_rows
 from .mixtures import build_mixture
@@ -31,7 +31,8 @@ from .skipped_keys import (
     scores_to_add,
     visible_keys,
 )
-from .token_rows import TokenRows, skips
+from .token_rows import Execution, TokenRows, choose_execution
+from .transforms import is_traced
 
 
 class AttentionCall(NamedTuple):
@@ -216,16 +217,19 @@ class GatedAttention(nn.Module):
             kwargs,
         )
         gates = None if self.cct is None else self.cct.gates(hidden_states, call.source)
-        if gates is not None and self._skips(call, gates):
-            return self._forward_sparse(call, gates, mix, record)
+        if gates is not None:
+            execution = self._choose_execution(call, gates)
+            if execution is Execution.ROWS:
+                return self._forward_sparse(call, gates, mix, record)
+            kv_gate, query_gate = (None, None) if execution is Execution.OPEN else gates
         query, key, value = self.project(hidden_states, call.source, mix)
         if gates is not None and key is not None:
-            key, value = self.cct.gate_key_value(key, value, gates.kv)
+            key, value = self.cct.gate_key_value(key, value, kv_gate)
         key, value = self._key_value(call, key, value)
         context, attentions = self._attend(call, query, key, value, mix)
         if gates is not None:
-            context = self.cct.gate_context(context, gates.query)
-            record |= self._cct_record(call, gates)
+            context = self.cct.gate_context(context, query_gate)
+            record["use"] = self._use(call, gates)
         return AttentionResult(context, attentions, mix, record)
 
     def _forward_sparse(
@@ -251,20 +255,31 @@ class GatedAttention(nn.Module):
             context, attentions = self._attend(call, query_rows.scatter(query), key, value, mix)
             context = query_rows.gather(context)
         context = self.cct.norm_context(context)
-        record |= self._cct_record(call, gates)
+        record["use"] = self._use(call, gates)
         return AttentionResult(context, attentions, row_mix, record, query_rows)
 
-    def _skips(self, call: AttentionCall, gates: AttentionGates) -> bool:
-        """Whether this call computes the tokens with open gates alone."""
-        if self.training or self.cct.is_soft or not all(map(takes_rows, self.children())):
+    def _choose_execution(self, call: AttentionCall, gates: AttentionGates) -> Execution:
+        """How this call is computed."""
+        if self.training or self.cct.is_soft:
+            return Execution.GATED
+        wanted = self.config.cct_execution
+        if wanted == "auto" and self._continues_open_keys(call, gates.query):
+            wanted = "sparse"
+        execution = choose_execution(wanted, *(gate for gate in gates if gate is not None))
+        if execution is Execution.ROWS and not self._takes_rows():
+            return Execution.GATED
+        return execution
+
+    def _continues_open_keys(self, call: AttentionCall, query_gate: Tensor) -> bool:
+        """Whether the cache holds open keys alone, or does from this call's first token on: that token
+        does not tell what share of the next ones is skipped."""
+        if call.past_key_values is None or is_traced(query_gate) or not self._takes_rows():
             return False
-        execution = self.config.cct_execution
-        if execution == "auto" and not is_tracing(gates.query):
-            # The first token does not tell what share of the next ones is skipped.
-            starts = gates.query.shape[1] == 1 and gates.query.device.type == "cpu"
-            if self._cached_open_keys(call, start=starts) is not None:
-                execution = "sparse"
-        return skips(execution, gates.query if gates.kv is None else gates.kv, gates.query)
+        starts = query_gate.shape[1] == 1 and query_gate.device.type == "cpu"
+        return self._cached_open_keys(call, start=starts) is not None
+
+    def _takes_rows(self) -> bool:
+        return all(map(takes_rows, self.children()))
 
     def _leaves_keys_out(
         self, call: AttentionCall, query_rows: TokenRows, key_rows: TokenRows | None
@@ -306,21 +321,19 @@ class GatedAttention(nn.Module):
         self, call: AttentionCall, query: Tensor, query_rows: TokenRows, keys: OpenKeys, mix: Any
     ) -> Tensor:
         """Contexts `[1, n, heads, dh]` of the queries of `query_rows`."""
-        batch_size, length = query_rows.chosen.shape
-        visible = visible_keys(
+        length = query_rows.chosen.shape[1]
+        is_simple, visible = visible_keys(
             call.attention_mask,
             call.kv_mask,
-            batch_size=batch_size,
             num_queries=length,
             num_keys=keys.length,
             causal=self.is_causal,
-            device=query.device,
         )
         scores = None
-        if visible is None or call.position_bias is not None:
+        if not is_simple or call.position_bias is not None:
             bias = call.position_bias
             scores = scores_to_add(
-                call.attention_mask if visible is None else None,
+                None if is_simple else call.attention_mask,
                 None if bias is None else self.mixture.position_bias(bias, mix),
                 causal=self.is_causal,
                 like=query.new_empty(1, 1, length, keys.length),
@@ -467,25 +480,15 @@ class GatedAttention(nn.Module):
             self._note_updated(call)
         return key, value
 
-    def _cct_record(self, call: AttentionCall, gates: AttentionGates) -> dict[str, Tensor]:
-        """Gates of this call and its `cost` `[B, 2]`, used and full."""
-        query = used_and_full(gates.query, call.padding_mask)
-        kv = None if gates.kv is None else used_and_full(gates.kv, call.kv_mask)
-        keys = self._keys_in_sight(kv, call.past_key_values)
-        cost = self.cost.per_sequence(query=query, kv=kv, keys=keys)
-        return {"query_gate": gates.query, "kv_gate": gates.kv, "cost": cost}
-
-    def _keys_in_sight(self, kv: Tensor | None, past_key_values: Cache | None) -> Tensor:
-        """How many keys each query attends to, skipped ones left out and counted: `[B, T or 1, 2]`.
-
-        Args:
-            kv: `[B, S, 2]`, of `used_and_full`; None where keys are cached.
-        """
+    def _use(self, call: AttentionCall, gates: AttentionGates) -> AttentionUse:
+        """What this call makes use of; a cache counts its keys."""
         past = None
-        if past_key_values is not None:
-            layer = gated_layer(past_key_values, self.layer_idx, cross=self.is_cross_attention)
-            if kv is None:
-                return layer.counted("keys").unsqueeze(1)
-            past = layer.count("keys", kv).unsqueeze(1)
-        keys = kv.cumsum(dim=1) if self.is_causal else kv.sum(dim=1, keepdim=True)
-        return keys if past is None else keys + past
+        if call.past_key_values is not None:
+            layer = gated_layer(call.past_key_values, self.layer_idx, cross=self.is_cross_attention)
+            if gates.kv is None:
+                past = layer.counted("keys")
+            else:
+                past = layer.count("keys", used_and_full(gates.kv, call.kv_mask))
+        return AttentionUse(
+            self.cost, self.is_causal, gates.query, gates.kv, past, call.padding_mask, call.kv_mask
+        )

@@ -123,14 +123,18 @@ class GatedAttentionControl(nn.Module):
         kv = None if source is None else self.source_control(source)[..., 0]
         return AttentionGates(kv=kv, query=gates[..., 0])
 
-    def gate_key_value(self, key: Tensor, value: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-        """`g_kv LN(.)` of `key` and `value` `[B, S, kv_size]`."""
+    def gate_key_value(self, key: Tensor, value: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`g_kv LN(.)` of `key` and `value` `[B, S, kv_size]`; None for gates that are all open."""
+        key, value = self.key_norm(key), self.value_norm(value)
+        if gate is None:
+            return key, value
         gate = gate.unsqueeze(-1).to(key.dtype)
-        return self.key_norm(key) * gate, self.value_norm(value) * gate
+        return key * gate, value * gate
 
-    def gate_context(self, context: Tensor, gate: Tensor) -> Tensor:
-        """`g_q LN(a)` of `context` `[B, T, heads, dh]`."""
-        return self.norm_context(context) * gate[..., None, None].to(context.dtype)
+    def gate_context(self, context: Tensor, gate: Tensor | None) -> Tensor:
+        """`g_q LN(a)` of `context` `[B, T, heads, dh]`; None for gates that are all open."""
+        context = self.norm_context(context)
+        return context if gate is None else context * gate[..., None, None].to(context.dtype)
 
     def norm_context(self, context: Tensor) -> Tensor:
         """`LN(a)` of `context` `[B, T, heads, dh]`."""

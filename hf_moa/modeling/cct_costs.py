@@ -7,7 +7,7 @@ heads are always computed and stand outside. Padding is never counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from torch import Tensor
 from .precision import at_least_float32
 
 
-@dataclass(frozen=True)
-class AttentionCost:
+class AttentionCost(NamedTuple):
     """Multiply-accumulates of one attention layer.
 
     Attributes:
@@ -38,27 +37,97 @@ class AttentionCost:
         )
 
     def per_query(self, query: Tensor, keys: Tensor) -> Tensor:
-        """Cost of each query, used and full: `[B, T, 2]`.
+        """Cost of each query, used and full: `[..., T, 2]`.
 
         Args:
-            query: `[B, T, 2]`, gates of the queries (see `used_and_full`).
-            keys: `[B, T, 2]` or `[B, 1, 2]`, how many keys a query attends to: a sum of their gates.
+            query: `[..., T, 2]`, gates of the queries (see `used_and_full`).
+            keys: `[..., T, 2]` or `[..., 1, 2]`, how many keys a query attends to: a sum of their gates.
         """
         return query * (self.query + self.pair * keys)
 
-    def per_sequence(self, *, query: Tensor, kv: Tensor | None, keys: Tensor) -> Tensor:
-        """Cost of each sequence, used and full: `[B, 2]`.
 
-        Args:
-            query, keys: as of `per_query`.
-            kv: `[B, S, 2]`, gates of the keys projected in this call; None where there are none.
-        """
-        cost = self.per_query(query, keys).sum(dim=1)
-        return cost if kv is None else cost + self.kv * kv.sum(dim=1)
+class AttentionUse(NamedTuple):
+    """What one call of an attention layer makes use of; or of several such layers, stacked in front.
+
+    Attributes:
+        cost: of a token and a key.
+        is_causal: whether queries see no later key.
+        query: `[..., B, T]`, gates.
+        kv: `[..., B, S]`, gates of the keys that this call projects; None where all are cached.
+        past: `[..., B, 2]`, number of the cached keys (see `used_and_full`); None for none.
+        mask, kv_mask: `[B, T]` and `[B, S]` bool, real tokens; None for all.
+    """
+
+    cost: AttentionCost
+    is_causal: bool
+    query: Tensor
+    kv: Tensor | None
+    past: Tensor | None
+    mask: Tensor | None
+    kv_mask: Tensor | None
+
+    def per_sequence(self) -> Tensor:
+        """Cost of each sequence, used and full: `[..., B, 2]`."""
+        query = used_and_full(self.query, self.mask)
+        past = None if self.past is None else self.past.unsqueeze(-2)
+        if self.kv is None:
+            return self.cost.per_query(query, past).sum(dim=-2)
+        kv = used_and_full(self.kv, self.kv_mask)
+        keys = kv.cumsum(dim=-2) if self.is_causal else kv.sum(dim=-2, keepdim=True)
+        projected = keys[..., -1, :]
+        keys = keys if past is None else keys + past
+        return self.cost.per_query(query, keys).sum(dim=-2) + self.cost.kv * projected
+
+
+class FeedForwardUse(NamedTuple):
+    """What one call of a feed-forward layer makes use of; or of several such layers, stacked in front.
+
+    Attributes:
+        part_cost: multiply-accumulates of one part for one token.
+        gates: `[..., B, T, M]`.
+        mask: `[B, T]` bool, real tokens; None for all.
+    """
+
+    part_cost: int
+    gates: Tensor
+    mask: Tensor | None
+
+    def per_sequence(self) -> Tensor:
+        """Cost of each sequence, used and full: `[..., B, 2]`."""
+        share = used_and_full(at_least_float32(self.gates).mean(dim=-1), self.mask)
+        return share.sum(dim=-2) * (self.part_cost * self.gates.shape[-1])
+
+
+def costs_by_kind(records: list[dict[str, dict[str, Any]]]) -> list[Tensor]:
+    """Cost of each sequence, used and full, of all layers' attention, feed-forward, ...: `[B, 2]` each.
+
+    Layers differ in their gates alone, so those of a kind are counted at once: many small operators
+    would cost more than CCT saves in a short text.
+
+    Args:
+        records: one dict per layer: sub-layer name -> its record, with its `use`.
+    """
+    kinds: dict[tuple[str, bool], list[AttentionUse | FeedForwardUse]] = {}
+    for layer in records:
+        for name, record in layer.items():
+            use = record["use"]
+            is_cached = isinstance(use, AttentionUse) and use.kv is None
+            kinds.setdefault((name, is_cached), []).append(use)
+    return [_stacked(uses).per_sequence().sum(dim=0) for uses in kinds.values()]
+
+
+def _stacked(uses: list[AttentionUse] | list[FeedForwardUse]) -> AttentionUse | FeedForwardUse:
+    """Those of several layers as one, on the device of the last."""
+    last, stacked = uses[-1], {}
+    for name in ("query", "kv", "past", "gates"):
+        found = getattr(last, name, None)
+        if found is not None:
+            stacked[name] = torch.stack([getattr(use, name).to(found.device) for use in uses])
+    return last._replace(**stacked)
 
 
 def used_and_full(gates: Tensor, mask: Tensor | None) -> Tensor:
-    """Gates `[B, T]`, and all of them open: `[B, T, 2]`, in float32 at least, 0 for padding.
+    """Gates `[..., B, T]`, and all of them open: `[..., B, T, 2]`, in float32 at least, 0 for padding.
 
     Args:
         mask: `[B, T]` bool, real tokens; None for all.
@@ -66,18 +135,6 @@ def used_and_full(gates: Tensor, mask: Tensor | None) -> Tensor:
     gates = at_least_float32(gates)
     both = torch.stack([gates, torch.ones_like(gates)], dim=-1)
     return both if mask is None else both * mask.unsqueeze(-1)
-
-
-def feed_forward_cost(gates: Tensor, mask: Tensor | None, *, part: int) -> Tensor:
-    """Cost of a feed-forward layer for each sequence, used and full: `[B, 2]`.
-
-    Args:
-        gates: `[B, T, M]`.
-        mask: `[B, T]` bool, real tokens; None for all.
-        part: multiply-accumulates of one part for one token.
-    """
-    share = used_and_full(at_least_float32(gates).mean(dim=-1), mask)
-    return share.sum(dim=1) * part * gates.shape[-1]
 
 
 def compute_fraction(cost: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .cct import ControlNetwork
-from .cct_costs import feed_forward_cost
-from .token_rows import TokenRows, skips
+from .cct_costs import FeedForwardUse
+from .token_rows import Execution, TokenRows, choose_execution
 
 
 class FeedForwardGate(nn.Module):
@@ -49,14 +49,15 @@ class FeedForwardGate(nn.Module):
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """`[B, T, d]` -> gates `[B, T, M]` and the record of gates and `cost` `[B, 2]`."""
+        """`[B, T, d]` -> gates `[B, T, M]`, and the record of their `use`."""
         gates = self.control(hidden_states)
-        cost = feed_forward_cost(gates, padding_mask, part=self.part_cost)
-        return gates, {"ffn_gate": gates, "cost": cost}
+        return gates, {"use": FeedForwardUse(self.part_cost, gates, padding_mask)}
 
-    def skips(self, gates: Tensor) -> bool:
-        """Whether this call computes each part's tokens with open gates alone."""
-        return not (self.training or self.control.training) and skips(self.execution, gates)
+    def choose_execution(self, gates: Tensor) -> Execution:
+        """How this call is computed."""
+        if self.training or self.control.training:
+            return Execution.GATED
+        return choose_execution(self.execution, gates)
 
     def split(self, activation: Tensor, gates: Tensor) -> Tensor:
         """Gate the M slices of a hidden activation `[B, T, ff]`.
@@ -102,7 +103,7 @@ class GatedFeedForward(nn.Module):
         """`[B, T, d]` -> `[B, T, d]` and the record; losses are the mean over the parts, and the `load`
         is that of the experts of all parts, `[M * N]`."""
         gates, record = self.gate(hidden_states, padding_mask)
-        if self.parts_are_rowwise and self.gate.skips(gates):
+        if self.parts_are_rowwise and self.gate.choose_execution(gates) is Execution.ROWS:
             return self._sparse(hidden_states, gates), record | {"losses": {}}
         output = torch.zeros_like(hidden_states)
         losses: dict[str, Tensor] = {}
@@ -122,8 +123,8 @@ class GatedFeedForward(nn.Module):
         """The same, of each part's tokens with an open gate."""
         output = None
         modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
-        for m, (part, input_norm, output_norm) in enumerate(modules):
-            rows = TokenRows(gates[..., m] > 0)
+        parts_rows = TokenRows.of_parts(gates > 0)
+        for rows, (part, input_norm, output_norm) in zip(parts_rows, modules, strict=True):
             if len(rows):
                 y = output_norm(part(input_norm(rows.gather(hidden_states)), None)[0])
                 if output is None:  # a part may compute in another dtype than its inputs'

@@ -13,7 +13,7 @@ from .cct_feed_forward import FeedForwardGate, GatedFeedForward
 from .linear_slices import input_slice, is_plain, linear_slice
 from .moe import SparseMoeFeedForward
 from .precision import compute_dtype
-from .token_rows import TokenRows
+from .token_rows import Execution, TokenRows
 
 
 class DenseFeedForward(nn.Module):
@@ -143,13 +143,14 @@ def gated_dense(
     if gate is None:
         return down(activation(*(matrix(x) for matrix in up))), {}
     gates, record = gate(x, padding_mask)
-    if not (gate.skips(gates) and all(map(is_plain, (*up, down)))):
-        return down(gate.split(activation(*(matrix(x) for matrix in up)), gates)), record
+    execution = gate.choose_execution(gates)
+    if execution is not Execution.ROWS or not all(map(is_plain, (*up, down))):
+        hidden = activation(*(matrix(x) for matrix in up))
+        return down(hidden if execution is Execution.OPEN else gate.split(hidden, gates)), record
     bias = down.weight.new_zeros(x.shape[-1]) if down.bias is None else down.bias
     output = bias.to(compute_dtype(down.weight)).repeat(*x.shape[:-1], 1)
     num_parts = gates.shape[-1]
-    for m in range(num_parts):
-        rows = TokenRows(gates[..., m] > 0)
+    for m, rows in enumerate(TokenRows.of_parts(gates > 0)):
         if len(rows):
             part = rows.gather(x)
             part = activation(*(linear_slice(matrix, part, m, m + 1, of=num_parts) for matrix in up))

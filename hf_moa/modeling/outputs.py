@@ -27,7 +27,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import ModelOutput
 
 from .budgets import Budget, BudgetControl
-from .cct_costs import budget_loss, compute_fraction
+from .cct_costs import budget_loss, compute_fraction, costs_by_kind
 from .configuration_gating import GATING_OUTPUT_FIELDS
 
 _OF_THE_BATCH = (
@@ -172,9 +172,7 @@ def collect_gating(
     terms = {name: _total(losses) for name, losses in per_layer.items()}
     fields: dict[str, Any] = {}
     if budget is not None:
-        cost = _total(
-            [record["cost"] for layer in records for record in layer.values() if "cost" in record]
-        )
+        cost = _total(costs_by_kind(records))
         index = budget.index.to(cost.device)
         terms["budget_loss"] = budget_loss(cost, index=index, budgets=control.values)
         fields["budget"] = cost.new_tensor(control.values)[index]
@@ -259,14 +257,10 @@ def _expert_load(records: list) -> dict[str, Tensor] | None:
 
 
 def _cct_gates(layer: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    gates = {
-        "kv": layer["self"]["kv_gate"],
-        "query": layer["self"]["query_gate"],
-        "ffn": layer["ffn"]["ffn_gate"],
-    }
-    if "cross" in layer:
-        gates["cross_kv"] = layer["cross"]["kv_gate"]
-        gates["cross_query"] = layer["cross"]["query_gate"]
+    uses = {name: record["use"] for name, record in layer.items()}
+    gates = {"kv": uses["self"].kv, "query": uses["self"].query, "ffn": uses["ffn"].gates}
+    if "cross" in uses:
+        gates["cross_kv"], gates["cross_query"] = uses["cross"].kv, uses["cross"].query
     return {name: gate for name, gate in gates.items() if gate is not None}
 
 

@@ -49,7 +49,8 @@ class OpenKeys(NamedTuple):
         return skipped.scatter_(1, self.position + 1, False)[:, 1:]
 
     def among(self, visible: Tensor) -> Tensor:
-        """`[B, 1 + K]` bool, slots that hold a key of the tokens `visible` `[B, S]`."""
+        """`[B, 1 + K]` bool, slots that hold a key of the tokens `visible` `[B or 1, S]`."""
+        visible = visible.expand(len(self.position), -1)
         return visible.gather(1, self.position.clamp(min=0)) & self.is_key
 
 
@@ -57,39 +58,37 @@ def visible_keys(
     attention_mask: Tensor | None,
     padding_mask: Tensor | None,
     *,
-    batch_size: int,
     num_queries: int,
     num_keys: int,
     causal: bool,
-    device: torch.device,
-) -> Tensor | None:
+) -> tuple[bool, Tensor | None]:
     """Which keys a mask shows to every query (of those up to it, where it is causal).
 
     Args:
         attention_mask: `[B, 1, T, S]` bool as transformers makes it for SDPA, or None.
         padding_mask: `[B, S]` bool, real tokens among the keys; None for all.
-        batch_size, num_queries, num_keys: B, T and S.
+        num_queries, num_keys: T and S.
         causal: queries see no later key.
-        device: of the result.
 
     Returns:
-        `[B, S]` bool, or None: the mask is not so simple.
+        Whether the mask is so simple, and the keys `[B, S]` bool, None for all.
     """
     causal = causal and num_queries > 1
     if causal and num_queries != num_keys:
-        return None
-    every = torch.ones(batch_size, num_keys, dtype=torch.bool, device=device)
+        return False, None
     if attention_mask is None:
-        return every
+        return True, None
     if attention_mask.dtype != torch.bool or attention_mask.shape[-1] != num_keys:
-        return None
+        return False, None
     if causal:
-        real = every if padding_mask is None else padding_mask
-        expected = real[:, None, None] & torch.ones_like(attention_mask).tril()
-        return real if torch.equal(attention_mask, expected) else None
+        expected = torch.ones_like(attention_mask).tril()
+        if padding_mask is not None:
+            expected = padding_mask[:, None, None] & expected
+        is_simple = torch.equal(attention_mask, expected)
+        return is_simple, padding_mask if is_simple else None
     keys = attention_mask[:, :, :1]
     is_simple = attention_mask.shape[1] == 1 and bool((attention_mask == keys).all())
-    return keys[:, 0, 0].expand(batch_size, -1) if is_simple else None
+    return is_simple, keys[:, 0, 0] if is_simple else None
 
 
 def scores_to_add(
@@ -143,7 +142,7 @@ def attend_to_open_keys(
         query: `[1, n, heads, dh]`, of `query_rows`.
         keys: of `heads` heads, or of one for all.
         query_rows: the tokens whose queries are not skipped.
-        visible: `[B, S]` bool, keys that count at all, skipped or not; None for all.
+        visible: `[B or 1, S]` bool, keys that count at all, skipped or not; None for all.
         scores: `[B or 1, heads or 1, T, S]`, added to the scores; None for nothing.
         causal: without `scores`: queries see no later key. Then T = S.
         scaling: of the scores.
@@ -153,17 +152,18 @@ def attend_to_open_keys(
     """
     heads = query.shape[2]
     batch_size = len(keys.position)
-    if visible is None:
-        visible = keys.position.new_ones(batch_size, keys.length, dtype=torch.bool)
     dtype = torch.promote_types(query.dtype, torch.float32)
     # shape: (B, heads, most queries, dh)
     query = query_rows.pad(query).transpose(1, 2)
-    if scores is not None:
-        bias = _bias_of_scores(scores, query_rows, keys, visible)
-    elif causal:
-        bias = _causal_bias(query_rows, keys, visible, dtype)
-    else:
+    if scores is None and not causal:
         bias = _bias(keys, visible, dtype)
+    else:
+        if visible is None:
+            visible = keys.position.new_ones(batch_size, keys.length, dtype=torch.bool)
+        if scores is None:
+            bias = _causal_bias(query_rows, keys, visible, dtype)
+        else:
+            bias = _bias_of_scores(scores, query_rows, keys, visible)
     key, value = keys.key, keys.value
     if key.shape[1] == 1 and heads > 1:
         if bias.shape[1] == bias.shape[2] == 1:
@@ -187,11 +187,15 @@ def attend_to_open_keys(
 # padding, has 1 for it: its context is zero.
 
 
-def _bias(keys: OpenKeys, visible: Tensor, dtype: torch.dtype) -> Tensor:
+def _bias(keys: OpenKeys, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The same for every query and head: `[B, 1, 1, 1 + K]`."""
-    number = (visible & keys.skipped).sum(dim=1)
-    number = torch.where(visible.any(dim=1), number, 1)
-    taken = keys.among(visible).to(dtype)
+    if visible is None:
+        taken = keys.is_key
+        number = keys.length - taken.sum(dim=1)
+    else:
+        taken = keys.among(visible)
+        number = torch.where(visible.any(dim=1), (visible & keys.skipped).sum(dim=1), 1)
+    taken = taken.to(dtype)
     taken[:, 0] = number
     return taken.log()[:, None, None]
 
@@ -211,7 +215,7 @@ def _causal_bias(query_rows: TokenRows, keys: OpenKeys, visible: Tensor, dtype: 
 
 def _bias_of_scores(scores: Tensor, query_rows: TokenRows, keys: OpenKeys, visible: Tensor) -> Tensor:
     """`[B, heads or 1, Q, 1 + K]`."""
-    infinity, batch_size = float("inf"), len(visible)
+    infinity, batch_size = float("inf"), len(keys.position)
     position = query_rows.pad(query_rows.positions.unsqueeze(0))
     # shape: (B, heads or 1, T) -> (B, heads or 1, Q)
     total = _sum_of_skipped(scores, visible & keys.skipped)

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import cached_property
 
 import torch
-from torch import Tensor
-from transformers.utils.import_utils import is_tracing
+from torch import Tensor, nn
+
+from .transforms import is_traced
 
 # Share of open gates above which gathering costs a CPU more than it saves.
 _LARGEST_SHARE = 0.95
 
 
-def skips(execution: str, *gates: Tensor) -> bool:
-    """Whether to compute the parts of a layer whose hard gates are open alone, and not all.
+class Execution(Enum):
+    """How the gated parts of a layer are computed: the same function each time."""
+
+    GATED = "all tokens, times their gates"
+    OPEN = "all tokens, where every gate is open"
+    ROWS = "the tokens with open gates alone"
+
+
+def choose_execution(wanted: str, *gates: Tensor) -> Execution:
+    """How to compute the parts of a layer with hard gates.
 
     Args:
-        execution: "sparse", "dense", or "auto": the faster one, as measured on a CPU; dense on an
+        wanted: "sparse", "dense", or "auto": the faster one, as measured on a CPU; dense on an
             accelerator, where one would have to wait for the gates.
         gates: tensors of zeros and ones, of the parts that are computed together.
     """
-    if execution == "dense" or is_tracing(gates[0]):
-        return False
-    if execution == "sparse":
-        return True
+    if wanted == "dense" or is_traced(gates[0]):
+        return Execution.GATED
+    if wanted == "sparse":
+        return Execution.ROWS
     if gates[0].device.type != "cpu":
-        return False
+        return Execution.GATED
     number = sum(gate.numel() for gate in gates)
-    return float(sum(gate.sum() for gate in gates)) <= _LARGEST_SHARE * number
+    num_open = sum(int(gate.count_nonzero()) for gate in gates)
+    if num_open == number:
+        return Execution.OPEN
+    return Execution.ROWS if num_open <= _LARGEST_SHARE * number else Execution.GATED
 
 
 class TokenRows:
@@ -35,11 +48,19 @@ class TokenRows:
 
     Args:
         chosen: `[B, T]` bool, which of them.
+        index: `[n]`, where they stand in a flattened `[B, T]`, if that is known.
     """
 
-    def __init__(self, chosen: Tensor):
+    def __init__(self, chosen: Tensor, index: Tensor | None = None):
         self.chosen = chosen
-        self.index = chosen.flatten().nonzero().squeeze(1)
+        self.index = chosen.flatten().nonzero().squeeze(1) if index is None else index
+
+    @classmethod
+    def of_parts(cls, chosen: Tensor) -> list[TokenRows]:
+        """The tokens of each of M parts, `chosen` being `[B, T, M]` bool: found at once."""
+        part, index = chosen.flatten(0, 1).t().nonzero().unbind(1)
+        counts = part.bincount(minlength=chosen.shape[-1]).tolist()
+        return [cls(*rows) for rows in zip(chosen.unbind(-1), index.split(counts), strict=True)]
 
     def __len__(self) -> int:
         return len(self.index)
@@ -86,8 +107,15 @@ class TokenRows:
         flat = full.view(-1, *full.shape[2:])
         flat.index_add_(0, self.index, rows.squeeze(0).to(full.dtype))
 
+    @property
+    def is_one_sequence(self) -> bool:
+        """Whether the batch is one sequence, whose rows need no padding."""
+        return len(self.chosen) == 1 and len(self) > 0
+
     def pad(self, rows: Tensor, *, before: int = 0) -> Tensor:
         """`[1, n, ...]` -> `[B, before + most, ...]`: each sequence's rows, zeros before and behind."""
+        if self.is_one_sequence:
+            return nn.functional.pad(rows, (0, 0) * (rows.ndim - 2) + (before, 0)) if before else rows
         size = before + self.most
         full = rows.new_zeros(len(self.chosen) * size, *rows.shape[2:])
         full.index_copy_(0, self._slots(size, before), rows.squeeze(0))
@@ -95,5 +123,7 @@ class TokenRows:
 
     def unpad(self, padded: Tensor) -> Tensor:
         """`[B, size, ...]` -> `[1, n, ...]`."""
+        if self.is_one_sequence and padded.shape[1] == len(self):
+            return padded
         slots = self._slots(padded.shape[1])
         return padded.flatten(0, 1).index_select(0, slots).unsqueeze(0)

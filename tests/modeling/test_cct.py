@@ -15,7 +15,7 @@ from references import cct_attention, control, layer_norm
 from hf_moa import MoaBertForMultipleChoice, MoaBertForSequenceClassification, MoaBertModel
 from hf_moa.modeling.budgets import BudgetControl
 from hf_moa.modeling.cct import ControlNetwork
-from hf_moa.modeling.cct_costs import AttentionCost, budget_loss, used_and_full
+from hf_moa.modeling.cct_costs import AttentionCost, AttentionUse, budget_loss
 from hf_moa.modeling.feed_forward import build_feed_forward
 from hf_moa.modeling.moa_bert_layers import MoaBertAttention, MoaBertLayer
 
@@ -71,7 +71,7 @@ def test_attention_equals_the_paper(backbone, training, execution, implementatio
     expected = cct_attention(layer.core, layer.weights, x, mask)
     assert_same_with_gradients(actual[mask], expected[mask], [x, *layer.parameters()])
     if not training:  # the case is worth something only where some gates are open and some closed
-        for gate in (record["kv_gate"], record["query_gate"]):
+        for gate in (record["use"].kv, record["use"].query):
             assert 0 < gate[mask].mean() < 1
 
 
@@ -86,7 +86,7 @@ def test_cross_attention_equals_the_paper(backbone, training, execution, impleme
     expected = cct_attention(layer.core, layer.weights, x, mask, source, source_mask)
     assert_same_with_gradients(actual[mask], expected[mask], [x, source, *layer.parameters()])
     if not training:
-        assert 0 < record["kv_gate"][source_mask].mean() < 1
+        assert 0 < record["use"].kv[source_mask].mean() < 1
 
 
 @pytest.mark.parametrize("execution", ["dense", "sparse"])
@@ -106,7 +106,7 @@ def test_feed_forward_with_norms_is_the_gated_sum_of_its_parts(training, executi
         outer = torch.nn.functional.gelu(inner) @ part.down.weight.T + part.down.bias
         expected = expected + gates[..., m : m + 1] * layer_norm(outer, layer.output_norms[m])
     assert_same_with_gradients(actual, expected, [x, *layer.parameters()])
-    assert record["ffn_gate"].shape == (3, 7, 4)
+    assert record["use"].gates.shape == (3, 7, 4)
 
 
 @pytest.mark.parametrize("execution", ["dense", "sparse"])
@@ -134,7 +134,7 @@ def test_moa_and_mae_are_gated_too():
         layer = cct_layer(attention_type=attention_type, seed=5).eval()
         x, mask = hidden()
         update, record = layer(x, mask)
-        closed = record["query_gate"] == 0
+        closed = record["use"].query == 0
         assert 0 < closed[mask].double().mean() < 1
         dense, skipped = layer.module.output.dense, update[closed]
         torch.testing.assert_close(skipped, dense.bias.expand_as(skipped), atol=1e-12, rtol=0)
@@ -163,9 +163,8 @@ def test_attention_cost_counts_what_is_computed(causal):
     generator = torch.Generator().manual_seed(0)
     query, kv = (torch.randint(0, 2, (3, 7), generator=generator).double() for _ in range(2))
     _, mask = hidden()
-    keys = used_and_full(kv, mask)
-    seen = keys.cumsum(dim=1) if causal else keys.sum(dim=1, keepdim=True)
-    actual = cost.per_sequence(query=used_and_full(query, mask), kv=keys, keys=seen)[:, 0]
+    use = AttentionUse(cost, causal, query, kv, past=None, mask=mask, kv_mask=mask)
+    actual = use.per_sequence()[:, 0]
     for b in range(3):
         expected = 0.0
         for t in range(7):

@@ -5,13 +5,12 @@ import torch
 from families import CASE, LANGUAGE_MODELS
 from peft import LoraConfig, get_peft_model
 
-from hf_moa.modeling import token_rows
 from hf_moa.modeling.attention import GatedAttention
 from hf_moa.modeling.cct import ControlNetwork
 from hf_moa.modeling.cct_feed_forward import FeedForwardGate
 from hf_moa.modeling.linear_slices import input_slice, is_plain, linear_slice
 from hf_moa.modeling.skipped_keys import visible_keys
-from hf_moa.modeling.token_rows import TokenRows
+from hf_moa.modeling.token_rows import Execution, TokenRows, choose_execution
 
 each_gated_variant = pytest.mark.parametrize(
     ("case", "fields"),
@@ -108,13 +107,18 @@ def test_all_closed_and_all_open(case, open_gates, monkeypatch):
     torch.testing.assert_close(logits[1][real], logits[0][real], atol=1e-9, rtol=1e-9)
 
 
-def test_auto_skips_where_enough_is_closed():
-    gates = torch.zeros(2, 10)
-    assert token_rows.skips("auto", gates)
-    assert not token_rows.skips("auto", torch.ones(2, 10))
-    assert not token_rows.skips("auto", gates.to("meta"))
-    assert not token_rows.skips("dense", gates)
-    assert token_rows.skips("sparse", torch.ones(2, 10))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_auto_skips_where_enough_is_closed(dtype):
+    closed, all_open = torch.zeros(2, 256, dtype=dtype), torch.ones(2, 256, dtype=dtype)
+    almost = all_open.clone()
+    almost[0, 0] = 0  # 511 of 512, which bfloat16 has not
+    assert choose_execution("auto", closed) is Execution.ROWS
+    assert choose_execution("auto", closed, all_open) is Execution.ROWS
+    assert choose_execution("auto", almost, all_open) is Execution.GATED
+    assert choose_execution("auto", all_open, all_open) is Execution.OPEN
+    assert choose_execution("auto", closed.to("meta")) is Execution.GATED
+    assert choose_execution("dense", closed) is Execution.GATED
+    assert choose_execution("sparse", all_open) is Execution.ROWS
 
 
 def test_training_is_dense(monkeypatch):
@@ -161,29 +165,21 @@ def test_slices_add_up_to_the_layer(kind):
 
 def test_masks_that_are_not_simple_are_left_alone():
     def visible(mask, real=None, causal=False, queries=3):
-        return visible_keys(
-            mask,
-            real,
-            batch_size=2,
-            num_queries=queries,
-            num_keys=3,
-            causal=causal,
-            device=torch.device("cpu"),
-        )
+        return visible_keys(mask, real, num_queries=queries, num_keys=3, causal=causal)
 
     mask = torch.ones(2, 1, 3, 3, dtype=torch.bool)
-    assert visible(None).tolist() == [[True] * 3] * 2
-    assert visible(mask).tolist() == [[True] * 3] * 2
+    assert visible(None) == (True, None)
+    assert visible(mask)[1].tolist() == [[True] * 3] * 2
     mask[1, 0, 2, 1] = False  # one query sees less
-    assert visible(mask) is None
+    assert visible(mask) == (False, None)
     real = torch.ones(2, 3, dtype=torch.bool)
     causal = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
-    assert visible(causal, real, causal=True) is real
-    assert visible(causal, causal=True).all()
-    assert visible(mask, real, causal=True) is None
-    assert visible(causal[:, :, 1:], real, causal=True, queries=2) is None
+    assert visible(causal, real, causal=True)[1] is real
+    assert visible(causal, causal=True) == (True, None)
+    assert visible(mask, real, causal=True) == (False, None)
+    assert visible(causal[:, :, 1:], real, causal=True, queries=2) == (False, None)
     # a single query may see any keys
-    assert visible(mask[:, :, 2:], causal=True, queries=1).tolist() == [[1, 1, 1], [1, 0, 1]]
+    assert visible(mask[:, :, 2:], causal=True, queries=1)[1].tolist() == [[1, 1, 1], [1, 0, 1]]
 
 
 def test_nan_is_not_skipped():
