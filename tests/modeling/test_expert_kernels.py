@@ -119,30 +119,25 @@ def test_output(interpreted, size, dtype, tolerance):
         assert_close_to_float64("expert_output_backward", interpreted, backward, tolerance)
 
 
-def test_strides_do_not_matter(interpreted):
-    for name, (tensors, index) in {
-        "input": (draw(SIZES[0], torch.float32)[0], 1),
-        "output": (draw(SIZES[0], torch.float32)[1], 1),
-    }.items():
-        x, index, *others, grad = tensors
-        groups = interpreted.expert_groups(index, SIZES[0][2])
-        # another layout; and a gradient that is one number, expanded, as that of a sum is
-        strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, *others)]
-        assert not any(t.is_contiguous() for t in strided)
-        forward, backward = (interpreted.OPERATORS[f"expert_{name}{end}"] for end in ("", "_backward"))
-        torch.testing.assert_close(
-            forward(strided[0], *groups, *strided[1:]), forward(x, *groups, *others)
-        )
-        one = torch.ones(()).expand_as(grad)
-        kept = others[:1] if name == "input" else others
-        strided_kept = strided[1:2] if name == "input" else strided[1:]
-        needs = (True, True, True)[: 3 if name == "input" else 2]
-        for actual, expected in zip(
-            backward(one, strided[0], *groups, *strided_kept, *needs),
-            backward(one.contiguous(), x, *groups, *kept, *needs),
-            strict=True,
-        ):
-            torch.testing.assert_close(actual, expected)
+@pytest.mark.parametrize("name", ["expert_input", "expert_output"])
+def test_strides_do_not_matter(interpreted, name):
+    is_input = name == "expert_input"
+    x, index, *others, grad = draw(SIZES[0], torch.float32)[0 if is_input else 1]
+    groups = interpreted.expert_groups(index, SIZES[0][2])
+    forward, backward = interpreted.OPERATORS[name], interpreted.OPERATORS[f"{name}_backward"]
+
+    def compute(x, others, grad):
+        kept, needs = (others[:1], (True,) * 3) if is_input else (others, (True,) * 2)
+        yield forward(x, *groups, *others)
+        yield from backward(grad, x, *groups, *kept, *needs)
+
+    # another layout; and a gradient that is one number, expanded, as that of a sum is
+    other_x, *other_others = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, *others))
+    assert not any(t.is_contiguous() for t in (other_x, *other_others))
+    one = torch.ones(()).expand_as(grad)
+    actual = compute(other_x, other_others, one)
+    for found, expected in zip(actual, compute(x, others, one.contiguous()), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def in_float32(function):
