@@ -66,6 +66,11 @@ class AttentionUse(NamedTuple):
     mask: Tensor | None
     kv_mask: Tensor | None
 
+    @property
+    def kind(self) -> tuple:
+        """What layers have in common that are counted at once."""
+        return (*self.cost, self.is_causal, self.kv is None, self.past is None)
+
     def per_sequence(self) -> Tensor:
         """Cost of each sequence, used and full: `[..., B, 2]`."""
         query = used_and_full(self.query, self.mask)
@@ -92,6 +97,11 @@ class FeedForwardUse(NamedTuple):
     gates: Tensor
     mask: Tensor | None
 
+    @property
+    def kind(self) -> tuple:
+        """See `AttentionUse.kind`."""
+        return (self.part_cost,)
+
     def per_sequence(self) -> Tensor:
         """Cost of each sequence, used and full: `[..., B, 2]`."""
         share = used_and_full(at_least_float32(self.gates).mean(dim=-1), self.mask)
@@ -101,18 +111,17 @@ class FeedForwardUse(NamedTuple):
 def costs_by_kind(records: list[dict[str, dict[str, Any]]]) -> list[Tensor]:
     """Cost of each sequence, used and full, of all layers' attention, feed-forward, ...: `[B, 2]` each.
 
-    Layers differ in their gates alone, so those of a kind are counted at once: many small operators
-    would cost more than CCT saves in a short text.
+    Layers that differ in their gates alone are counted at once: many small operators would cost more
+    than CCT saves in a short text.
 
     Args:
         records: one dict per layer: sub-layer name -> its record, with its `use`.
     """
-    kinds: dict[tuple[str, bool], list[AttentionUse | FeedForwardUse]] = {}
+    kinds: dict[tuple, list[AttentionUse | FeedForwardUse]] = {}
     for layer in records:
         for name, record in layer.items():
             use = record["use"]
-            is_cached = isinstance(use, AttentionUse) and use.kv is None
-            kinds.setdefault((name, is_cached), []).append(use)
+            kinds.setdefault((name, *use.kind), []).append(use)
     return [_stacked(uses).per_sequence().sum(dim=0) for uses in kinds.values()]
 
 
