@@ -43,19 +43,23 @@ def dropped_heads(num_heads: int, num_dropped: int) -> Tensor:
     return matrix
 
 
-def head_weights(expert_weights: Tensor, kept: Tensor, *, num_dropped: int) -> Tensor:
-    """Collapse expert weights `[..., E]`, which sum to 1, to head weights `[..., h]`.
+def head_weights(expert_weights: Tensor, dropped: Tensor, *, num_dropped: int) -> Tensor:
+    """Collapse expert weights `[..., E]`, which sum to 1, to head weights `[..., h]`:
+    `w_j = h / (h - t) * (1 - sum_{S drops j} g_S)`.
 
     Args:
-        kept: `[E, h]`, 1 where an expert keeps a head: `1 - dropped_heads(...)`.
+        dropped: `[E, h]`, of `dropped_heads`.
         num_dropped: t.
     """
-    num_heads = kept.shape[-1]
-    kept = kept.to(expert_weights.dtype)
-    # autocast would round the weights of E experts to half precision before they are added up
-    with without_autocast(expert_weights.device.type):
-        weights = expert_weights @ kept
-    return weights * (num_heads / (num_heads - num_dropped))
+    num_heads = dropped.shape[-1]
+    scale = num_heads / (num_heads - num_dropped)
+    if num_dropped == 1:  # expert j is the one that drops head j
+        lost = expert_weights
+    else:
+        # autocast would round the weights of E experts to half precision before they are added up
+        with without_autocast(expert_weights.device.type):
+            lost = expert_weights @ dropped.to(expert_weights.dtype)
+    return torch.rsub(lost, scale, alpha=scale)
 
 
 class MaeGate(nn.Module):
@@ -106,7 +110,9 @@ class MaeGate(nn.Module):
         if pool is not None:
             hidden = pool(hidden).to(dtype)
         dropout = self.dropout
-        if type(dropout) is nn.Dropout and dropout.training and 0 < dropout.p < 1:
+        if not dropout.training:
+            hidden = torch.tanh(hidden)
+        elif type(dropout) is nn.Dropout and 0 < dropout.p < 1:
             hidden = tanh_dropout(hidden, dropout.p)
         else:
             hidden = dropout(torch.tanh(hidden))
@@ -166,7 +172,7 @@ class MixtureOfHeads(MultiHead):
         self.window = window
         self.phase = "mixture"
         self.selection: str | None = None
-        self.register_buffer("kept", 1 - dropped_heads(num_heads, num_dropped), persistent=False)
+        self.register_buffer("dropped", dropped_heads(num_heads, num_dropped), persistent=False)
         self.gate = None
         if gate_type == "learned":
             self.gate = MaeGate(
@@ -178,7 +184,7 @@ class MixtureOfHeads(MultiHead):
 
     def reset_buffers(self) -> None:
         """Fill the buffers that a checkpoint does not carry."""
-        self.kept.copy_(1 - dropped_heads(self.num_heads, self.num_dropped))
+        self.dropped.copy_(dropped_heads(self.num_heads, self.num_dropped))
 
     @property
     def remembers(self) -> bool:
@@ -213,7 +219,7 @@ class MixtureOfHeads(MultiHead):
             chosen = self._one_hot(index, weights)
         elif self.gate is None:
             return None, record
-        heads = head_weights(chosen, self.kept, num_dropped=self.num_dropped)
+        heads = head_weights(chosen, self.dropped, num_dropped=self.num_dropped)
         return (heads if self.is_causal else heads.unsqueeze(1)), record
 
     def take(self, mix: Tensor | None, rows: TokenRows) -> Tensor | None:
@@ -237,10 +243,10 @@ class MixtureOfHeads(MultiHead):
             shape = (batch, length) if self.is_causal else (batch,)
             weights = hidden_states.new_full((*shape, self.num_experts), 1 / self.num_experts)
             return at_least_float32(weights)
-        with torch.set_grad_enabled(
-            torch.is_grad_enabled() and not (self.training and self.phase == "expert")
-        ):
-            return self._gate(hidden_states, padding_mask, remember)
+        if self.training and self.phase == "expert":
+            with torch.no_grad():
+                return self._gate(hidden_states, padding_mask, remember)
+        return self._gate(hidden_states, padding_mask, remember)
 
     @property
     def pools_inputs(self) -> bool:

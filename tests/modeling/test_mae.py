@@ -82,7 +82,7 @@ def test_experts_are_the_subsets_in_lexicographic_order(heads, dropped):
 
 def test_uniform_gates_weigh_every_head_one():
     for dropped in (1, 2, 5):
-        matrix = 1 - dropped_heads(8, dropped).double()
+        matrix = dropped_heads(8, dropped).double()
         uniform = torch.full((len(matrix),), 1 / len(matrix), dtype=torch.float64)
         weights = head_weights(uniform, matrix, num_dropped=dropped)
         torch.testing.assert_close(weights, torch.ones(8, dtype=torch.float64))
@@ -90,7 +90,7 @@ def test_uniform_gates_weigh_every_head_one():
 
 def test_head_weights_keep_their_precision_under_autocast():
     gates = torch.rand(5, 66).softmax(-1)
-    matrix = 1 - dropped_heads(12, 2)
+    matrix = dropped_heads(12, 2)
     expected = head_weights(gates, matrix, num_dropped=2)
     with torch.autocast("cpu", torch.bfloat16):
         actual = head_weights(gates, matrix, num_dropped=2)
@@ -100,7 +100,7 @@ def test_head_weights_keep_their_precision_under_autocast():
 
 def test_head_weights_sum_to_the_number_of_heads():
     gates = torch.rand(5, 28, dtype=torch.float64).softmax(-1)
-    weights = head_weights(gates, 1 - dropped_heads(8, 2), num_dropped=2)
+    weights = head_weights(gates, dropped_heads(8, 2), num_dropped=2)
     torch.testing.assert_close(weights.sum(-1), torch.full((5,), 8.0, dtype=torch.float64))
 
 
