@@ -22,6 +22,7 @@ class Family:
     plain_config_class: type
     tiny: dict[str, Any]
     no_dropout: dict[str, Any]
+    one_layer: dict[str, int]
     own_variants: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -43,6 +44,7 @@ BERT = Family(
         "attention_probs_dropout_prob": 0.0,
         "mae_gate_dropout": 0.0,
     },
+    one_layer={"num_hidden_layers": 1},
     own_variants={"mae-pre-norm": VARIANTS["mae-pre-norm"]},
 )
 GPT2 = Family(
@@ -63,6 +65,7 @@ GPT2 = Family(
         "pad_token_id": 0,
     },
     no_dropout={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "mae_gate_dropout": 0.0},
+    one_layer={"n_layer": 1},
     own_variants={"mae-window-3": {"attention_type": "mae", "mae_gate_window": 3}},
 )
 T5 = Family(
@@ -81,6 +84,7 @@ T5 = Family(
         "decoder_start_token_id": 0,
     },
     no_dropout={"dropout_rate": 0.0, "mae_gate_dropout": 0.0},
+    one_layer={"num_layers": 1},
     own_variants={
         "mae-window-3": {"attention_type": "mae", "mae_gate_window": 3},
         "mae-gated-gelu": {"attention_type": "mae", "feed_forward_proj": "gated-gelu"},

@@ -424,7 +424,7 @@ def test_models_can_be_pickled_and_copied(case, fields):
 @each_variant
 def test_is_captured_as_one_graph(case, fields):
     torch._dynamo.reset()
-    model = case.build(**fields)
+    model = case.build(**fields, **case.family.one_layer)
     inputs = case.inputs() | {"use_cache": False}
     if case.family.name == "bert":
         del inputs["use_cache"]

@@ -103,8 +103,7 @@ def test_assisted_generation_is_greedy_generation(case, fields, helper):
     inputs["input_ids"][0, -3:] = inputs["input_ids"][0, :3]  # something to look up
     options = {"prompt_lookup_num_tokens": 3}
     if helper == "assistant":
-        layers = {"gpt2": {"n_layer": 1}, "t5": {"num_layers": 1}}[case.family.name]
-        options = {"assistant_model": case.build(seed=1, **layers).double()}
+        options = {"assistant_model": case.build(seed=1, **case.family.one_layer).double()}
     expected = model.generate(**inputs, **LENGTH, do_sample=False, use_cache=False)
     actual = model.generate(**inputs, **LENGTH, do_sample=False, **options)
     assert torch.equal(actual, expected)

@@ -9,12 +9,19 @@ from hf_moa.quickstart.corpus import (
     mask_names,
     normalise,
     read_docstrings,
+    read_topics,
 )
 
 
 @pytest.fixture(scope="module")
-def corpus():
-    return build_corpus(seed=3)
+def texts():
+    """What takes long to read."""
+    return {"docstrings": read_docstrings(), "topics": read_topics()}
+
+
+@pytest.fixture(scope="module")
+def corpus(texts):
+    return build_corpus(seed=3, **texts)
 
 
 def numbered(package, start, stop):
@@ -63,9 +70,9 @@ def test_no_example_names_a_class(corpus):
         assert not any(label in example.text.lower() for label in corpus.labels)
 
 
-def test_same_seed_gives_the_same_corpus_and_another_seed_another_split(corpus):
+def test_same_seed_gives_the_same_corpus_and_another_seed_another_split(corpus, texts):
     assert build_corpus(seed=3) == corpus
-    assert build_corpus(seed=4).evaluation != corpus.evaluation
+    assert build_corpus(seed=4, **texts).evaluation != corpus.evaluation
 
 
 def test_split_does_not_depend_on_the_order_of_the_files():

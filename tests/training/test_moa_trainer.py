@@ -29,7 +29,7 @@ from hf_moa.training import MoaSeq2SeqTrainer, MoaTrainer, MoaTrainingArguments
 @pytest.mark.parametrize("name", CLASSES)
 def test_accumulation_changes_no_gradient(name, fields, smoothing, tmp_path):
     models = []
-    for batch_size, accumulation in ((8, 1), (4, 2), (2, 4)):
+    for batch_size, accumulation in ((8, 1), (2, 4)):
         model = build(name, **fields)
         run(
             name,
@@ -41,9 +41,8 @@ def test_accumulation_changes_no_gradient(name, fields, smoothing, tmp_path):
             **PLAIN_SGD,
         )
         models.append(model.state_dict())
-    for other in models[1:]:
-        for key, tensor in models[0].items():
-            torch.testing.assert_close(other[key], tensor, atol=3e-5, rtol=1e-5, msg=key)
+    for key, tensor in models[0].items():
+        torch.testing.assert_close(models[1][key], tensor, atol=3e-5, rtol=1e-5, msg=key)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -55,7 +55,7 @@ def train(model, folder, **arguments):
 )
 def test_accumulation_changes_no_gradient(cls, fields, tmp_path):
     updates = []
-    for batch_size, accumulation in ((8, 1), (4, 2), (2, 4)):
+    for batch_size, accumulation in ((8, 1), (2, 4)):
         torch.manual_seed(0)
         model = randomize(cls(tiny_config(**NO_DROPOUT | fields)))
         train(
@@ -65,9 +65,8 @@ def test_accumulation_changes_no_gradient(cls, fields, tmp_path):
             gradient_accumulation_steps=accumulation,
         )
         updates.append(model.state_dict())
-    for other in updates[1:]:
-        for name, tensor in updates[0].items():
-            torch.testing.assert_close(other[name], tensor, atol=2e-5, rtol=1e-5, msg=name)
+    for name, tensor in updates[0].items():
+        torch.testing.assert_close(updates[1][name], tensor, atol=2e-5, rtol=1e-5, msg=name)
 
 
 def test_predictions_carry_logits_alone(tmp_path):

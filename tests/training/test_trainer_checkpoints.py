@@ -26,10 +26,10 @@ class _StopAt(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_resumption_is_bit_exact(variant, stop, tmp_path):
-    """Weights, buffers, optimiser, schedule and noise; the data's order too, since they follow."""
+@pytest.fixture(scope="module", params=VARIANTS)
+def whole(request, tmp_path_factory):
+    """A run with a checkpoint at each of its 6 updates: it, its settings, fields and folder."""
+    folder = tmp_path_factory.mktemp("whole")
     settings = {
         "num_train_epochs": 3,
         "max_steps": -1,
@@ -43,22 +43,38 @@ def test_resumption_is_bit_exact(variant, stop, tmp_path):
         "save_steps": 1,
         "save_only_model": False,
     }
-    fields = VARIANTS[variant]
-    whole = build("bert", dropout=True, **fields)
-    reference = run("bert", whole, tmp_path / "whole", **settings)
-    assert reference.state.global_step == 6
-    stopped = trainer("bert", build("bert", dropout=True, **fields), tmp_path / "parts", **settings)
-    stopped.add_callback(_StopAt(stop))
-    stopped.train()
-    resumed = trainer(
-        "bert", build("bert", dropout=True, seed=7, **fields), tmp_path / "parts", **settings
-    )
+    fields = VARIANTS[request.param]
+    made = run("bert", build("bert", dropout=True, **fields), folder, **settings)
+    assert made.state.global_step == 6
+    return made, settings, fields, folder
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_resumption_is_bit_exact(stop, whole, tmp_path):
+    """Weights, buffers, optimiser, schedule and noise; the data's order too, since they follow."""
+    reference, settings, fields, folder = whole
+    shutil.copytree(folder / f"checkpoint-{stop}", tmp_path / f"checkpoint-{stop}")
+    resumed = trainer("bert", build("bert", dropout=True, seed=7, **fields), tmp_path, **settings)
     torch.rand(5)  # the process has a past of its own
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 6
-    assert_same(tensors(resumed.model), tensors(whole))
+    assert_same(tensors(resumed.model), tensors(reference.model))
     assert_same(_optimizer_state(resumed), _optimizer_state(reference))
     assert resumed.lr_scheduler.state_dict() == reference.lr_scheduler.state_dict()
+
+
+def test_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    fields = VARIANTS["mae-cct"]
+    whole = run("bert", build("bert", dropout=True, **fields), tmp_path / "whole", **settings)
+    stopped = trainer("bert", build("bert", dropout=True, **fields), tmp_path / "parts", **settings)
+    stopped.add_callback(_StopAt(2))
+    stopped.train()
+    assert stopped.state.global_step == 2
+    model = build("bert", dropout=True, seed=7, **fields)
+    resumed = trainer("bert", model, tmp_path / "parts", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(tensors(model), tensors(whole.model))
 
 
 @pytest.mark.parametrize("stop", [2, 4, 5])
