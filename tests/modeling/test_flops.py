@@ -51,8 +51,9 @@ def products_outside_the_equations(model):
     for name, module in model.named_modules():
         length = decoder_length(model) if "decoder" in name else LENGTH
         if isinstance(module, MixtureOfHeads) and module.gate is not None:
-            gates = length if module.is_causal else 1
-            flops += 2 * gates * module.num_experts * module.num_heads
+            if module.num_dropped > 1:
+                gates = length if module.is_causal else 1
+                flops += 2 * gates * module.num_experts * module.num_heads
             if module.is_causal:
                 flops += 2 * length * length * module.gate.dense.out_features
         elif isinstance(module, GatedAttention) and module.is_causal:
