@@ -57,15 +57,23 @@ class OpenKeysLayer(GatedDynamicLayer):
             self.positions = self.positions.clone()
 
     def _add(self, key: Tensor, value: Tensor, rows: TokenRows) -> None:
+        position = rows.positions + self.length
+        if rows.is_one_sequence:
+            for name, new in (("keys", key), ("values", value)):
+                setattr(self, name, self._grow(name, new.transpose(1, 2).to(self.keys.dtype)))
+            self.positions = torch.cat([self.positions, position.unsqueeze(0)], dim=1)
+            return
         batch, rank = rows.places
         slots = self.open_keys.is_key.sum(dim=1)[batch] + 1 + rank
         more = max(0, int(slots.max()) + 1 - self.positions.shape[1])
-        self.keys = nn.functional.pad(self.keys, (0, 0, 0, more))
-        self.keys[batch, :, slots] = key.squeeze(0).to(self.keys.dtype)
-        self.values = nn.functional.pad(self.values, (0, 0, 0, more))
-        self.values[batch, :, slots] = value.squeeze(0).to(self.values.dtype)
+        room = self.keys.new_zeros(*self.keys.shape[:2], more, self.keys.shape[3])
+        for name, new in (("keys", key), ("values", value)):
+            held = self._grow(name, room)
+            # where earlier ones have no key: it makes no difference to whom holds them
+            held[batch, :, slots] = new.squeeze(0).to(held.dtype)
+            setattr(self, name, held)
         self.positions = nn.functional.pad(self.positions, (0, more), value=-1)
-        self.positions[batch, slots] = rows.positions + self.length
+        self.positions[batch, slots] = position
 
     def spread(self) -> GatedDynamicLayer:
         """The same as a layer of all tokens: keys and values of skipped ones are zero."""

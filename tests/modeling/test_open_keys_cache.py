@@ -118,11 +118,13 @@ def test_a_query_that_sees_nothing_gets_nothing():
 @MIXTURES
 @pytest.mark.parametrize("steps", [[12], [1] * 12, [5, 1, 1, 3, 2], [1, 11]], ids=str)
 @pytest.mark.parametrize("padding", [False, True])
-def test_decoding_equals_the_dense_forward(attention_type, steps, padding):
-    ids, mask = tokens(), None
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_decoding_equals_the_dense_forward(attention_type, steps, padding, batch_size):
+    ids, mask = tokens(batch_size=batch_size), None
     if padding:
         mask = torch.ones_like(ids)
-        mask[1, :3] = mask[2, :7] = 0
+        mask[batch_size // 2, :3] = 0
+        mask[batch_size - 1, :7] = 0
     expected, _ = decode(build("dense", attention_type=attention_type), ids, [12], mask)
     actual, cache = decode(build(attention_type=attention_type), ids, steps, mask)
     real = ... if mask is None else mask.bool()
@@ -143,6 +145,36 @@ def test_holds_the_open_tokens_and_no_others():
         for b, positions in enumerate(layer.positions):
             assert positions[positions >= 0].tolist() == gate["kv"][b].nonzero().flatten().tolist()
         assert not layer.keys[:, :, 0].any()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_keys_grow_in_place_and_what_was_handed_out_stays(batch_size):
+    model, ids = build(), tokens(batch_size=batch_size)
+    _, cache = decode(model, ids, [6, 1])
+    held = [(layer.keys.data_ptr(), layer.open_keys) for layer in cache.layers]
+    copies = copy.deepcopy([keys for _, keys in held])
+    decode(model, ids[:, 7:], [1, 1, 1, 1, 1], cache=cache)
+    assert any(
+        layer.keys.shape != keys.key.shape for layer, keys in zip(cache.layers, copies, strict=True)
+    )
+    for layer, (address, keys), before in zip(cache.layers, held, copies, strict=True):
+        assert layer.keys.data_ptr() == address
+        assert torch.equal(keys.position, before.position)
+        for now, then in ((keys.key, before.key), (keys.value, before.value)):
+            is_key = keys.is_key[:, None, :, None]
+            assert torch.equal(now * is_key, then * is_key)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_steps_have_the_gradients_of_the_whole(batch_size):
+    ids, gradients = tokens(batch_size=batch_size), []
+    for execution, steps in (("dense", [12]), ("sparse", [5, 1, 1, 3, 2])):
+        model = build(execution)
+        logits, _ = decode.__wrapped__(model, ids, steps)
+        logits.square().sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradient, gradients[0][name], atol=1e-8, rtol=1e-8, msg=name)
 
 
 @pytest.mark.parametrize("execution", ["sparse", "auto"])
