@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from accelerate_runs import forget_accelerator
 from test_run_glue import checkpoint, glue_dir  # noqa: F401 - fixtures
 from test_run_qa import squad as squad_file
 
@@ -21,6 +22,7 @@ TINY_T5 = {"d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 1
 @pytest.fixture
 def reproduce(monkeypatch):
     """Imports a script of the folder, anew in each test."""
+    forget_accelerator()
     monkeypatch.syspath_prepend(str(FOLDER))
     names = [path.stem for path in FOLDER.glob("*.py")]
     for name in names:

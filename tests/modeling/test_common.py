@@ -421,10 +421,15 @@ def test_models_can_be_pickled_and_copied(case, fields):
     assert torch.equal(copy.deepcopy(model)(**inputs).logits, expected)
 
 
+def few_layers(case, fields):
+    """Tracing takes its time for each layer. Plain models keep two, and what goes between them."""
+    return case.family.one_layer if fields else {}
+
+
 @each_variant
 def test_is_captured_as_one_graph(case, fields):
     torch._dynamo.reset()
-    model = case.build(**fields, **case.family.one_layer)
+    model = case.build(**fields, **few_layers(case, fields))
     inputs = case.inputs() | {"use_cache": False}
     if case.family.name == "bert":
         del inputs["use_cache"]
@@ -443,13 +448,14 @@ def test_is_captured_as_one_graph(case, fields):
 def test_training_step_is_captured_as_one_graph(case, fields):
     torch._dynamo.reset()
     fixed = {"router_type": "topk", "router_load_loss_coef": 0.0} | case.family.no_dropout
+    layers = few_layers(case, fields)
     if "cct_budgets" in fields:
         fields = fields | {"cct_budgets": [0.5]}
     # grouped products have no float64; gates that normalise three vectors need it
     dtype, error = (torch.float32, 1e-6) if "ffn_type" in fields else (torch.float64, 1e-11)
     gradients = []
     for compiled in (False, True):
-        model = case.build(**fields | fixed).train().to(dtype)
+        model = case.build(**layers | fields | fixed).train().to(dtype)
         model.set_experts_implementation("grouped_mm")
         step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         torch.manual_seed(1)
@@ -465,10 +471,10 @@ def test_training_step_is_captured_as_one_graph(case, fields):
 
 @pytest.mark.slow
 @each_family
-@pytest.mark.parametrize("name", ["mae-1", "moa", "moe", "mae-cct"])
+@pytest.mark.parametrize("name", ["mha", "mae-1", "moa", "moe", "mae-cct"])
 def test_compiled_model_computes_the_same(case, name):
     torch._dynamo.reset()
-    model = case.build(**VARIANTS[name])
+    model = case.build(**VARIANTS[name], **few_layers(case, VARIANTS[name]))
     inputs = case.inputs() | ({} if case.family.name == "bert" else {"use_cache": False})
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True)
