@@ -58,7 +58,7 @@ class OpenKeysLayer(GatedDynamicLayer):
 
     def _add(self, key: Tensor, value: Tensor, rows: TokenRows) -> None:
         position = rows.positions + self.length
-        if rows.is_one_sequence:
+        if rows.is_one_sequence and self._ends_with_a_key():
             for name, new in (("keys", key), ("values", value)):
                 setattr(self, name, self._grow(name, new.transpose(1, 2).to(self.keys.dtype)))
             self.positions = torch.cat([self.positions, position.unsqueeze(0)], dim=1)
@@ -74,6 +74,11 @@ class OpenKeysLayer(GatedDynamicLayer):
             setattr(self, name, held)
         self.positions = nn.functional.pad(self.positions, (0, more), value=-1)
         self.positions[batch, slots] = position
+
+    def _ends_with_a_key(self) -> bool:
+        """Whether the one sequence has no empty slot behind its keys, as it has if none was open yet or
+        if it was chosen from several."""
+        return self.positions.shape[1] == 1 or int(self.positions[0, -1]) >= 0
 
     def spread(self) -> GatedDynamicLayer:
         """The same as a layer of all tokens: keys and values of skipped ones are zero."""

@@ -231,10 +231,33 @@ def test_can_be_reordered_cropped_repeated_selected_and_reset(attention_type):
     copied = copy.deepcopy(cache)
     copied.batch_select_indices(order[:2])
     go_on(copied, ids[order[:2]], ids)
+    for row in range(len(ids)):
+        copied, one = copy.deepcopy(cache), ids[row : row + 1]
+        copied.batch_select_indices(torch.tensor([row]))
+        go_on(copied, one, ids)
+        copied.crop(-3)  # what was new, and one more
+        go_on(copied, one[:, :-1], ids)
     cache.reset()
     assert cache.get_seq_length() == 0
     actual, _ = decode(model, ids, [12], cache=cache)
     torch.testing.assert_close(actual, decode(dense, ids, [12])[0], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_sequence_whose_first_key_is_skipped_can_be_cropped(seed, monkeypatch):
+    forward, logits = ControlNetwork.forward, []
+    ids = tokens(batch_size=1, seed=seed)
+    for execution in ("dense", "sparse"):
+        model = build(execution)
+        with monkeypatch.context() as patch:
+            patch.setattr(ControlNetwork, "forward", lambda self, x: forward(self, x) * 0)
+            first, cache = decode(model, ids, [1])
+        next_ones, _ = decode(model, ids[:, 1:], [1] * 8, cache=cache)
+        cache.crop(-4)
+        last, _ = decode(model, ids[:, 5:], [1] * 7, cache=cache)
+        logits.append(torch.cat([first, next_ones, last], dim=1))
+    assert sum(int((layer.positions >= 0).sum()) for layer in cache.layers) > 2
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-9, rtol=1e-9)
 
 
 def test_positive_crop_is_refused():
