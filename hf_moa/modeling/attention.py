@@ -9,7 +9,6 @@ become the output; CCT (`cct.GatedAttentionControl`) says which tokens take part
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from transformers.utils.import_utils import is_tracing
 from .attention_functions import eager_attention_forward
 from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
 from .cct_costs import AttentionCost, AttentionUse, used_and_full
-from .gate_cache import Window, gated_layer, is_empty, own_cache
+from .gate_cache import GatePast, gated_layer, is_empty, own_cache
 from .linear_slices import is_plain, takes_rows
 from .mixtures import build_mixture
 from .open_keys_cache import OpenKeysLayer, open_keys_layer, spread_open_keys
@@ -33,6 +32,11 @@ from .skipped_keys import (
 )
 from .token_rows import Execution, TokenRows, choose_execution
 from .transforms import is_traced
+
+# Names of what MAE gates hold in a layer of the cache: in training their inputs, in eval what their
+# first matrix makes of these, which are of another width.
+_GATE_STATES = ("gate_inputs", "gate_features")
+_CROSS_GATE_STATES = ("cross_gate_inputs", "cross_gate_features")
 
 
 class AttentionCall(NamedTuple):
@@ -205,7 +209,7 @@ class GatedAttention(nn.Module):
             past_key_values: the cache, if any.
             kwargs: handed on to the attention implementation.
         """
-        mix, record = self.mixture.route(hidden_states, padding_mask, self._remember(past_key_values))
+        mix, record = self.mixture.route(hidden_states, padding_mask, self._gate_past(past_key_values))
         call = AttentionCall(
             hidden_states,
             self._source(hidden_states, encoder_hidden_states, past_key_values),
@@ -422,23 +426,22 @@ class GatedAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-    def _remember(self, past_key_values: Cache | None) -> Callable[..., Window] | None:
-        """What puts a causal MAE gate's rows behind the cached ones; None where there is no cache."""
+    def _gate_past(self, past_key_values: Cache | None) -> GatePast | None:
+        """What a causal MAE gate finds in the cache; None where it has no use for one."""
         if past_key_values is None or not self.mixture.remembers:
             return None
         layer = gated_layer(past_key_values, self.layer_idx)
-        name = "cross_gate_" if self.is_cross_attention else "gate_"
-        # which are of another width
-        kinds = ("inputs", "features") if self.mixture.pools_inputs else ("features", "inputs")
-        if name + kinds[1] in layer.states and is_empty(layer):  # as after a reset
-            del layer.states[name + kinds[1]]
-            layer.states.pop(f"{name}{kinds[1]}_valid", None)
-        if name + kinds[1] in layer.states:
-            raise ValueError(
-                "past_key_values was filled in another mode, train() or eval(), than the model is in "
-                "now, and its gates remember other numbers there. Use a cache in one mode."
-            )
-        return partial(layer.window, name + kinds[0], size=self.mixture.window)
+        names = _CROSS_GATE_STATES if self.is_cross_attention else _GATE_STATES
+        name, other = names if self.mixture.pools_inputs else reversed(names)
+        if other in layer.states:
+            if not is_empty(layer):
+                raise ValueError(
+                    "past_key_values was filled in another mode, train() or eval(), than the model is "
+                    "in now, and its gates remember other numbers there. Use a cache in one mode."
+                )
+            for each in (other, f"{other}_valid"):  # as after a reset
+                layer.states.pop(each, None)
+        return GatePast(layer, name, self.mixture.window)
 
     def _source(
         self,

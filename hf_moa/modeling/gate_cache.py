@@ -9,7 +9,7 @@ and is needed before they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,33 @@ class Window(NamedTuple):
 
     rows: Tensor
     valid: Tensor | None
+
+
+class GatePast(NamedTuple):
+    """What a causal gate finds of earlier tokens in a layer of the cache.
+
+    Attributes:
+        layer: of the cache.
+        name: of the gate's state.
+        size: tokens of a window, its last one included; None for all there were.
+    """
+
+    layer: GatedDynamicLayer | GatedStaticLayer
+    name: str
+    size: int | None
+
+    def window(self, rows: Tensor, valid: Tensor | None) -> Window:
+        """See `GatedDynamicLayer.window`."""
+        return self.layer.window(self.name, rows, valid, size=self.size)
+
+    def keep(self, makes: tuple, made: Any) -> None:
+        """Keep what `makes` (modules and the like) made, for as long as a cache is filled."""
+        self.layer.kept[self.name] = makes, made
+
+    def recall(self, makes: tuple) -> Any:
+        """What was kept of them; None if nothing was, or of others, as of another adapter's."""
+        kept = self.layer.kept.get(self.name)
+        return kept[1] if kept is not None and kept[0] == makes else None
 
 
 class GrowingRows:
@@ -52,17 +79,16 @@ class GrowingRows:
     def __len__(self) -> int:
         return self.rows.shape[self.dim]
 
-    def append(self, new: Tensor, *, held: int | None = None) -> Tensor:
-        """Append `new`; return all rows, and keep the last `held` (None: all) of them."""
+    def append(self, new: Tensor, *, held: int | None = None, seen: int | None = None) -> Tensor:
+        """Append `new`; return the last `seen` (None: all) rows, and keep the last `held`."""
         if torch.compiler.is_compiling():
-            self._take(torch.cat([self.rows, new], dim=self.dim))
+            rows = torch.cat([self.rows, new], dim=self.dim)
         elif torch.is_grad_enabled():  # what a graph holds must not change
-            self._take(torch.cat([self.rows, new], dim=self.dim) if len(self) else new)
+            rows = torch.cat([self.rows, new], dim=self.dim) if len(self) else new
         else:
-            self._append_in_place(new)
-        rows = self.rows
-        self.rows = _last(rows, held)  # not by `len`, which would fix the length in an export
-        return rows
+            return self._append_in_place(new, held, seen)
+        self._take(_last(rows, held))  # not by `len`, which would fix the length in an export
+        return _last(rows, seen)
 
     def crop(self, length: int) -> None:
         """Drop the last `length` rows, or all, where they are fewer."""
@@ -74,7 +100,7 @@ class GrowingRows:
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self._take(function(self.rows))
 
-    def _append_in_place(self, new: Tensor) -> None:
+    def _append_in_place(self, new: Tensor, held: int | None, seen: int | None) -> Tensor:
         dim, more = self.dim, new.shape[self.dim]
         total = len(self) + more
         room = self._room()
@@ -87,7 +113,9 @@ class GrowingRows:
         else:
             room.narrow(dim, self._end, more).copy_(new)
             self._end += more
-        self.rows = room.narrow(dim, self._end - total, total)
+        held, seen = (total if size is None else min(size, total) for size in (held, seen))
+        self.rows = room.narrow(dim, self._end - held, held)
+        return self.rows if seen == held else room.narrow(dim, self._end - seen, seen)
 
     def _room(self) -> Tensor | None:
         """The buffer that the rows stand in; None without one, or if it was made in inference mode and
@@ -110,7 +138,26 @@ class GrowingKeys(GrowingRows):
 
 
 class _GateStates:
-    """A cache layer's named gate states, the batch first."""
+    """A cache layer's named gate states, the batch first; and what was made of the gates' weights."""
+
+    # no part of what an exporter sees, as in `GrowingRows`, nor of a copy
+    __slots__ = ("_kept",)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__
+
+    @property
+    def kept(self) -> dict[str, tuple]:
+        """Of a gate, by its state's name: what it made, and of what."""
+        try:
+            return self._kept
+        except AttributeError:
+            self._kept = {}
+            return self._kept
+
+    def reset(self) -> None:
+        super().reset()
+        self._kept = {}
 
     @classmethod
     def in_place_of(cls, layer):
@@ -127,8 +174,7 @@ class _GateStates:
 class GatedDynamicLayer(_GateStates, DynamicLayer):
     """`DynamicLayer` with gate states that grow with it."""
 
-    # no part of what an exporter sees, as in `GrowingRows`
-    __slots__ = ("_growing",)
+    __slots__ = ("_growing",)  # see above
 
     states: dict[str, GrowingRows]
     record_past = False
@@ -151,16 +197,18 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         held = None if size is None or self.record_past else size - 1 + CROP_RESERVE
         seen = None if size is None else size - 1 + rows.shape[1]
         if valid is None and f"{name}_valid" not in self.states:
-            return Window(_last(self._append(name, rows, held=held), seen), None)
+            return Window(self._append(name, rows, held=held, seen=seen), None)
         if valid is None:
             valid = rows.new_ones(rows.shape[:2], dtype=torch.bool)
         elif name in self.states and f"{name}_valid" not in self.states:
             # the first that are not all real
             past = rows.new_ones(rows.shape[0], len(self.states[name]), dtype=torch.bool)
             self._append(f"{name}_valid", past)
-        rows = self._append(name, rows.masked_fill(~valid.unsqueeze(-1), 0.0), held=held)
-        valid = self._append(f"{name}_valid", valid, held=held)
-        return Window(_last(rows, seen), _last(valid, seen))
+        rows = rows.masked_fill(~valid.unsqueeze(-1), 0.0)
+        return Window(
+            self._append(name, rows, held=held, seen=seen),
+            self._append(f"{name}_valid", valid, held=held, seen=seen),
+        )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """`DynamicLayer.update`, without its copy of all keys and values at each step."""
@@ -194,11 +242,13 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         """The sums over all tokens, `[B, n]`; None before the first."""
         return self.states[name].rows.sum(dim=1) if name in self.states else None
 
-    def _append(self, name: str, new: Tensor, *, held: int | None = None) -> Tensor:
-        """Append along dim 1; return all, and hold the last `held`."""
+    def _append(
+        self, name: str, new: Tensor, *, held: int | None = None, seen: int | None = None
+    ) -> Tensor:
+        """See `GrowingRows.append`."""
         if name not in self.states:
             self.states[name] = GrowingRows(new[:, :0])
-        return self.states[name].append(new, held=held)
+        return self.states[name].append(new, held=held, seen=seen)
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         for state in self.states.values():

@@ -53,10 +53,12 @@ def _mean_of_masked(x: Tensor, mask: Tensor | None, window: int | None, *, last:
     length = x.shape[1]
     window = length if window is None else min(window, length)
     if last == 1:
-        x = x[:, length - window :]
+        if window < length:
+            x = x[:, length - window :]
+            mask = None if mask is None else mask[:, length - window :]
         if mask is None:
             return x.mean(dim=1, keepdim=True)
-        count = mask[:, length - window :].sum(dim=1, keepdim=True).clamp(min=1).unsqueeze(-1)
+        count = mask.sum(dim=1, keepdim=True).clamp(min=1).unsqueeze(-1)
         return x.sum(dim=1, keepdim=True) / count
     if mask is None:
         count = torch.arange(length - last + 1, length + 1, device=x.device).clamp(max=window)

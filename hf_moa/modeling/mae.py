@@ -22,14 +22,16 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
+from .gate_cache import GatePast
 from .gate_norm import GateBatchNorm
 from .gate_pooling import last_windowed_means, masked_mean, windowed_mean
 from .lean_products import project_weighted, tanh_dropout
 from .linear_slices import is_plain, is_watched
-from .multi_head import MultiHead, Remember
-from .precision import at_least_float32, without_autocast
+from .multi_head import MultiHead
+from .precision import at_least_float32, multiplies_in_float32, without_autocast
 from .process_sum import has_several_processes
 from .token_rows import TokenRows
+from .transforms import is_traced
 
 MAE_PHASES = ("mixture", "gate", "expert")
 EXPERT_SELECTIONS = ("argmax", "random", None)
@@ -95,6 +97,7 @@ class MaeGate(nn.Module):
         *,
         dtype: torch.dtype,
         pool: Callable[[Tensor], Tensor] | None = None,
+        past: GatePast | None = None,
     ) -> Tensor:
         """The distribution over experts.
 
@@ -105,8 +108,9 @@ class MaeGate(nn.Module):
             pool: averages behind the hidden layer's matrix, on fewer features than in front of it. Up to
                 there the network is affine in eval, and commutes with means. (But for those of no token:
                 they are zero there.)
+            past: what a generation holds of this gate; None where there is none or weights may change.
         """
-        hidden = self._hidden(x, valid, dtype)
+        hidden = self._hidden(x, valid, dtype, past)
         if pool is not None:
             hidden = pool(hidden).to(dtype)
         dropout = self.dropout
@@ -119,19 +123,36 @@ class MaeGate(nn.Module):
         logits = self.out(hidden)
         return at_least_float32(logits).softmax(dim=-1)
 
-    def _hidden(self, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`dense(norm(x))`."""
-        norm = self.norm
-        by_batch = type(norm) is GateBatchNorm and norm.uses_batch_statistics
+    def _hidden(
+        self, x: Tensor, valid: Tensor | None, dtype: torch.dtype, past: GatePast | None
+    ) -> Tensor:
+        """`dense(norm(x))`, in one product where that is less work."""
+        norm, dense = self.norm, self.dense
+        makes = norm, dense, x.dtype
+        folded = None if past is None else past.recall(makes)
+        if folded is not None:
+            return nn.functional.linear(x, *folded)
         # its weight may be another module's to gather, as FSDP's
-        stands_alone = by_batch and type(norm.weight) in (nn.Parameter, Tensor)
-        if not (stands_alone and not is_watched(norm) and is_plain(self.dense)):
-            return self.dense(norm(x, valid).to(dtype))
-        # The norm's weight and bias go into the matrix: backward need not keep what they make.
-        weight = self.dense.weight * norm.weight
-        bias = self.dense.bias + self.dense.weight.to(weight.dtype) @ norm.bias
-        x = norm.standardize(x, valid).to(dtype)
-        return nn.functional.linear(x, weight.to(dtype), bias.to(dtype))
+        stands_alone = type(norm) is GateBatchNorm and type(norm.weight) in (nn.Parameter, Tensor)
+        if stands_alone and not is_watched(norm) and is_plain(dense):
+            if norm.uses_batch_statistics:
+                # The norm's weight and bias go into the matrix: backward need not keep what they make.
+                weight, bias = norm.fold(dense, statistics=False)
+                x = norm.standardize(x, valid).to(dtype)
+                return nn.functional.linear(x, weight.to(dtype), bias.to(dtype))
+            if self._folds_norm(x, dtype, past):
+                folded = tuple(part.to(dtype) for part in norm.fold(dense))
+                if past is not None:
+                    past.keep(makes, folded)
+                return nn.functional.linear(x, *folded)
+        return dense(norm(x, valid).to(dtype))
+
+    def _folds_norm(self, x: Tensor, dtype: torch.dtype, past: GatePast | None) -> bool:
+        """Whether to multiply before the norm's mean is taken off: if that rounds no more, and the norm
+        has more rows than the matrix, or ever new ones."""
+        if is_traced(x) or x.dtype != dtype or not multiplies_in_float32(x):
+            return False
+        return past is not None or x.numel() >= self.dense.weight.numel()
 
 
 class MixtureOfHeads(MultiHead):
@@ -191,21 +212,20 @@ class MixtureOfHeads(MultiHead):
         return self.is_causal and self.gate is not None
 
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, remember: Remember | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, past: GatePast | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Weights of the heads for one call.
 
         Args:
             hidden_states: `[B, T, d]`, the inputs of the attention layer.
             padding_mask: `[B, T]` bool, the real tokens among them; None for all.
-            remember: causal layers with a cache: puts rows `[B, T, ...]` of these tokens, and which are
-                of real ones, behind those of earlier tokens.
+            past: causal layers with a cache: what is there of earlier tokens.
 
         Returns:
             Head weights `[B, 1, h]` (or `[B, T, h]` where causal; None stands for ones) and the
             record `{"expert_weights": [B, E] or [B, T, E]}`, the gate's distribution.
         """
-        weights = self._expert_weights(hidden_states, padding_mask, remember)
+        weights = self._expert_weights(hidden_states, padding_mask, past)
         record = {"expert_weights": weights}
         chosen = weights
         if self.training and self.phase == "expert":
@@ -236,7 +256,7 @@ class MixtureOfHeads(MultiHead):
         return super().output(linear, context, mix)
 
     def _expert_weights(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, remember: Remember | None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, past: GatePast | None
     ) -> Tensor:
         batch, length = hidden_states.shape[:2]
         if self.gate is None:
@@ -245,8 +265,8 @@ class MixtureOfHeads(MultiHead):
             return at_least_float32(weights)
         if self.training and self.phase == "expert":
             with torch.no_grad():
-                return self._gate(hidden_states, padding_mask, remember)
-        return self._gate(hidden_states, padding_mask, remember)
+                return self._gate(hidden_states, padding_mask, past)
+        return self._gate(hidden_states, padding_mask, past)
 
     @property
     def pools_inputs(self) -> bool:
@@ -254,24 +274,24 @@ class MixtureOfHeads(MultiHead):
         for the statistics of the means."""
         return self.training or self.gate.training
 
-    def _gate(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, remember: Remember | None
-    ) -> Tensor:
+    def _gate(self, hidden_states: Tensor, padding_mask: Tensor | None, past: GatePast | None) -> Tensor:
         length, dtype = hidden_states.shape[1], hidden_states.dtype
         if not self.is_causal:
             valid = None if padding_mask is None else padding_mask.any(dim=1)
             return self.gate(masked_mean(hidden_states, padding_mask), valid, dtype=dtype)
 
         def pool(rows: Tensor) -> Tensor:
-            if remember is not None:
-                window = remember(rows, padding_mask)
+            if past is not None:
+                window = past.window(rows, padding_mask)
                 if window.rows.shape[1] > length:  # rows of earlier calls
                     return last_windowed_means(window, self.window, last=length)
             return windowed_mean(rows, padding_mask, self.window)
 
         if self.pools_inputs:
             return self.gate(pool(hidden_states), padding_mask, dtype=dtype)
-        return self.gate(hidden_states, None, dtype=dtype, pool=pool)
+        # where no graph is made of the weights, they stay while a cache is filled
+        stays = not (torch.is_grad_enabled() or is_traced(hidden_states))
+        return self.gate(hidden_states, None, dtype=dtype, pool=pool, past=past if stays else None)
 
     def _idle_gate(self) -> Tensor | float:
         """Zero, and in a run of several processes a zero that has the gate in its graph: DDP waits for

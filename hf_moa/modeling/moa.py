@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .multi_head import Remember
+from .gate_cache import GatePast
 from .routing import ROUTERS, Routing
 from .token_rows import TokenRows
 
@@ -38,7 +38,7 @@ class MixtureOfAttentionExperts(nn.Module):
     remembers = False
 
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, remember: Remember | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, past: GatePast | None = None
     ) -> tuple[Routing, dict]:
         """The routing of `[B, T, d]`, and the record: `router_logits` `[B, T, N]`, `losses` and `load`
         `[N]`."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from .gate_cache import Window
+from .gate_cache import GatePast
 from .token_rows import TokenRows
-
-# Puts rows `[B, T, ...]`, and which of them are of real tokens, behind those of earlier tokens.
-Remember = Callable[[Tensor, Tensor | None], Window]
 
 
 class MultiHead(nn.Module):
@@ -36,7 +32,7 @@ class MultiHead(nn.Module):
     window: int | None = None
 
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, remember: Remember | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, past: GatePast | None = None
     ) -> tuple[Any, dict]:
         """The decision for `[B, T, d]` (nothing here), and a record of named tensors."""
         return None, {}

@@ -86,6 +86,12 @@ each_stateful_decoder = pytest.mark.parametrize(
 )
 
 
+# Gates and caches have ways of their own where no graph is made, as in `generate`.
+in_both_modes = pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.no_grad], ids=["grad", "no_grad"]
+)
+
+
 def assert_equal(actual, expected):
     scale = max(1.0, expected.abs().max().item())
     torch.testing.assert_close(actual, expected, atol=1e-12 * scale, rtol=0)
@@ -160,20 +166,23 @@ def test_no_gradient_comes_from_the_future(decoder, fields):
 # --- caches ---------------------------------------------------------------------------------------
 
 
+@in_both_modes
 @each_decoder
-def test_cached_decoding_equals_the_full_forward(decoder, fields):
+def test_cached_decoding_equals_the_full_forward(decoder, fields, mode):
     model = decoder.build(**fields)
     ids, _ = batch(length=12)
     full, _ = decoder(model, ids)
     cache, steps = None, []
     for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:9], ids[:, 9:12]):
-        output, cache = decoder(model, part, cache=cache, use_cache=True)
+        with mode():
+            output, cache = decoder(model, part, cache=cache, use_cache=True)
         steps.append(output)
     assert_equal(torch.cat(steps, dim=1), full)
 
 
+@in_both_modes
 @each_decoder
-def test_left_padded_cached_decoding_equals_each_row_alone(decoder, fields):
+def test_left_padded_cached_decoding_equals_each_row_alone(decoder, fields, mode):
     model = decoder.build(**fields)
     ids, _ = batch(batch_size=2, length=12)
     ids = ids.flip(0)  # so that T5's source of the padded row is the first, as it is alone
@@ -181,17 +190,19 @@ def test_left_padded_cached_decoding_equals_each_row_alone(decoder, fields):
     mask[0, :4] = 0
     cache, steps = None, []
     for start, end in ((0, 7), (7, 8), (8, 12)):
-        output, cache = decoder(
-            model, ids[:, start:end], mask=mask[:, :end], cache=cache, use_cache=True, past=start
-        )
+        with mode():
+            output, cache = decoder(
+                model, ids[:, start:end], mask=mask[:, :end], cache=cache, use_cache=True, past=start
+            )
         steps.append(output)
     alone, _ = decoder(model, ids[:1, 4:])
     actual = torch.cat(steps, dim=1)[0, 4:]
     torch.testing.assert_close(actual, alone[0], atol=1e-10, rtol=0)
 
 
+@in_both_modes
 @each_decoder
-def test_static_cache_equals_the_full_forward(decoder, fields):
+def test_static_cache_equals_the_full_forward(decoder, fields, mode):
     model = decoder.build(**fields)
     ids, _ = batch(length=12)
     full, _ = decoder(model, ids)
@@ -201,7 +212,8 @@ def test_static_cache_equals_the_full_forward(decoder, fields):
     for _ in range(2):  # and again after a reset
         steps = []
         for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:9], ids[:, 9:12]):
-            output, _ = decoder(model, part, cache=cache, use_cache=True)
+            with mode():
+                output, _ = decoder(model, part, cache=cache, use_cache=True)
             steps.append(output)
         assert_equal(torch.cat(steps, dim=1), full)
         cache.reset()
@@ -246,12 +258,18 @@ def test_compute_fraction_counts_cached_keys(decoder, fields):
         torch.testing.assert_close(total, full)
 
 
+@in_both_modes
 @each_stateful_decoder
-def test_cache_can_be_reordered_cropped_and_repeated(decoder, fields):
+def test_cache_can_be_reordered_cropped_and_repeated(decoder, fields, mode):
     model = decoder.build(**fields)
     ids, _ = batch(length=12)
     if decoder.name == "t5":
         decoder = _SameSource(decoder.name)
+    with mode():
+        _move_caches(decoder, model, ids)
+
+
+def _move_caches(decoder, model, ids):
     _, cache = decoder(model, ids[:, :9], use_cache=True)
     cache.crop(-2)
     order = torch.tensor([2, 0, 1])
@@ -331,6 +349,27 @@ def test_cache_of_another_mode_is_refused():
         _, cache = decoder(model, ids[:, :1], cache=cache, use_cache=True)
         with pytest.raises(ValueError, match="filled in another mode"):
             decoder(model.train(not training), ids[:, :1], cache=cache, use_cache=True)
+
+
+def test_what_a_generation_keeps_of_a_gate_is_of_that_gate_and_cache():
+    decoder = Decoder("gpt2")
+    model, ids = decoder.build(attention_type="mae"), batch(length=8)[0]
+    gate = model.transformer.h[0].attn.mixture.gate
+    with torch.no_grad():
+        _, cache = decoder(model, ids[:, :6], cache=DynamicCache(), use_cache=True)
+    layer = cache.layers[0]
+    assert layer.kept
+    twin = copy.deepcopy(cache)
+    assert not twin.layers[0].kept
+    gate.norm, gate.dense = copy.deepcopy(gate.norm), copy.deepcopy(gate.dense)  # as an adapter's
+    torch.nn.init.normal_(gate.norm.weight)
+    expected, _ = decoder(model, ids[:, 6:], cache=twin, use_cache=True)  # keeps nothing
+    assert not twin.layers[0].kept
+    with torch.no_grad():
+        actual, _ = decoder(model, ids[:, 6:], cache=cache, use_cache=True)
+    assert_equal(actual, expected)
+    cache.reset()
+    assert not layer.kept
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
