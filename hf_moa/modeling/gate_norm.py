@@ -52,20 +52,12 @@ class GateBatchNorm(nn.BatchNorm1d):
             rows, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled
         ).view(x.shape)
 
-    def fold(self, linear: nn.Linear, *, statistics: bool = True) -> tuple[Tensor, Tensor]:
-        """Weight and bias of `linear` behind this norm as one linear layer.
-
-        Args:
-            linear: `nn.Linear`, with a bias.
-            statistics: whether the layer's inputs are the norm's, normalised by the running statistics,
-                or those that `standardize` gives.
-        """
-        scale, shift = self.weight, self.bias
-        if statistics:
-            scale = scale * torch.rsqrt(self.running_var + self.eps)
-            shift = shift - self.running_mean * scale
-        weight = linear.weight * scale
-        return weight, linear.bias + linear.weight.to(weight.dtype) @ shift.to(weight.dtype)
+    def scale_and_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The scale and the shift that the running statistics make, `[d]` each."""
+        affine = self.weight, self.bias, self.running_mean, self.running_var
+        weight, bias, mean, var = (tensor.to(dtype) for tensor in affine)
+        scale = weight * torch.rsqrt(var + self.eps)
+        return scale, bias - mean * scale
 
     def standardize(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """`(x - mean) / sqrt(var + eps)` by the batch's statistics, `[..., d]`; the running ones follow

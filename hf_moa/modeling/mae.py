@@ -28,7 +28,7 @@ from .gate_pooling import last_windowed_means, masked_mean, windowed_mean
 from .lean_products import project_weighted, tanh_dropout
 from .linear_slices import is_plain, is_watched
 from .multi_head import MultiHead
-from .precision import at_least_float32, multiplies_in_float32, without_autocast
+from .precision import at_least_float32, without_autocast
 from .process_sum import has_several_processes
 from .token_rows import TokenRows
 from .transforms import is_traced
@@ -108,51 +108,49 @@ class MaeGate(nn.Module):
             pool: averages behind the hidden layer's matrix, on fewer features than in front of it. Up to
                 there the network is affine in eval, and commutes with means. (But for those of no token:
                 they are zero there.)
-            past: what a generation holds of this gate; None where there is none or weights may change.
+            past: what a generation holds of this gate; None where there is none, or a graph is made.
         """
         hidden = self._hidden(x, valid, dtype, past)
         if pool is not None:
             hidden = pool(hidden).to(dtype)
-        dropout = self.dropout
-        if not dropout.training:
-            hidden = torch.tanh(hidden)
-        elif type(dropout) is nn.Dropout and 0 < dropout.p < 1:
-            hidden = tanh_dropout(hidden, dropout.p)
-        else:
-            hidden = dropout(torch.tanh(hidden))
-        logits = self.out(hidden)
+        logits = self.out(self._activate(hidden))
         return at_least_float32(logits).softmax(dim=-1)
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        """`dropout(tanh(hidden))`."""
+        dropout = self.dropout
+        if type(dropout) is nn.Dropout and not is_watched(dropout):
+            if not dropout.training:
+                return torch.tanh(hidden)
+            if 0 < dropout.p < 1:
+                return tanh_dropout(hidden, dropout.p)
+        return dropout(torch.tanh(hidden))
 
     def _hidden(
         self, x: Tensor, valid: Tensor | None, dtype: torch.dtype, past: GatePast | None
     ) -> Tensor:
-        """`dense(norm(x))`, in one product where that is less work."""
+        """`dense(norm(x))`."""
         norm, dense = self.norm, self.dense
-        makes = norm, dense, x.dtype
-        folded = None if past is None else past.recall(makes)
-        if folded is not None:
-            return nn.functional.linear(x, *folded)
         # its weight may be another module's to gather, as FSDP's
         stands_alone = type(norm) is GateBatchNorm and type(norm.weight) in (nn.Parameter, Tensor)
-        if stands_alone and not is_watched(norm) and is_plain(dense):
-            if norm.uses_batch_statistics:
-                # The norm's weight and bias go into the matrix: backward need not keep what they make.
-                weight, bias = norm.fold(dense, statistics=False)
-                x = norm.standardize(x, valid).to(dtype)
-                return nn.functional.linear(x, weight.to(dtype), bias.to(dtype))
-            if self._folds_norm(x, dtype, past):
-                folded = tuple(part.to(dtype) for part in norm.fold(dense))
-                if past is not None:
-                    past.keep(makes, folded)
-                return nn.functional.linear(x, *folded)
-        return dense(norm(x, valid).to(dtype))
-
-    def _folds_norm(self, x: Tensor, dtype: torch.dtype, past: GatePast | None) -> bool:
-        """Whether to multiply before the norm's mean is taken off: if that rounds no more, and the norm
-        has more rows than the matrix, or ever new ones."""
-        if is_traced(x) or x.dtype != dtype or not multiplies_in_float32(x):
-            return False
-        return past is not None or x.numel() >= self.dense.weight.numel()
+        if not stands_alone or is_watched(norm):
+            return dense(norm(x, valid).to(dtype))
+        if norm.uses_batch_statistics:
+            if not is_plain(dense):
+                return dense(norm(x, valid).to(dtype))
+            # The norm's weight and bias go into the matrix: backward need not keep what they make.
+            weight = dense.weight * norm.weight
+            bias = dense.bias + dense.weight.to(weight.dtype) @ norm.bias
+            x = norm.standardize(x, valid).to(dtype)
+            return nn.functional.linear(x, weight.to(dtype), bias.to(dtype))
+        if past is None:
+            return dense(norm(x).to(dtype))
+        x = at_least_float32(x)
+        affine = past.recall(norm.weight, x.dtype)
+        if affine is None:
+            affine = past.keep(norm.weight, x.dtype, norm.scale_and_shift(x.dtype))
+        scale, shift = affine
+        return dense(torch.addcmul(shift, x, scale).to(dtype))
 
 
 class MixtureOfHeads(MultiHead):
@@ -289,9 +287,9 @@ class MixtureOfHeads(MultiHead):
 
         if self.pools_inputs:
             return self.gate(pool(hidden_states), padding_mask, dtype=dtype)
-        # where no graph is made of the weights, they stay while a cache is filled
-        stays = not (torch.is_grad_enabled() or is_traced(hidden_states))
-        return self.gate(hidden_states, None, dtype=dtype, pool=pool, past=past if stays else None)
+        makes_graph = torch.is_grad_enabled() or is_traced(hidden_states)
+        held = None if makes_graph else past
+        return self.gate(hidden_states, None, dtype=dtype, pool=pool, past=held)
 
     def _idle_gate(self) -> Tensor | float:
         """Zero, and in a run of several processes a zero that has the gate in its graph: DDP waits for

@@ -18,17 +18,6 @@ def autocasts(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def multiplies_in_float32(x: Tensor) -> bool:
-    """Whether products with `x` round as float32 does (or float64): in no half precision, not by
-    autocast, and not by TF32 or bfloat16 in float32's stead."""
-    if x.dtype is torch.float64:
-        return True
-    backend = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}.get(x.device.type)
-    if x.dtype is not torch.float32 or backend is None or autocasts(x.device.type):
-        return False
-    return backend.matmul.fp32_precision in ("none", "ieee")
-
-
 def without_autocast(device_type: str) -> AbstractContextManager:
     """A context in which products keep the dtype of their inputs."""
     return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
