@@ -27,7 +27,7 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
     for hidden_size, heads in MAE_SIZES:
         models = {"GPT-2": plain(hidden_size, heads), "MAE": gated(hidden_size, heads, "mae")}
         candidates = {
-            name: decoding_step(model.to(dtype), batch=1, past=MAE_PAST)
+            name: decoding_steps(model.to(dtype), batch=1, past=MAE_PAST)
             for name, model in models.items()
         }
         yield Table(
@@ -53,7 +53,7 @@ def cct_tables(
 
     about = f"{share:.0%} of the gates open, batch {batch}, d={CCT_SIZE[0]}"
     for what, make, measure_times in (
-        ("a decoding step behind", decoding_step, compare_steps),
+        ("a decoding step behind", decoding_steps, compare_steps),
         ("a prompt of", prompt, compare),
     ):
         candidates = {"GPT-2": make(reference, batch=batch, past=CCT_PAST)}
@@ -64,29 +64,22 @@ def cct_tables(
             title=f"CCT, {what} {CCT_PAST} tokens, {about}",
             results=measure_times(candidates, turns=turns),
         )
-    sizes = {"GPT-2": cache_size(prompt(reference, batch=batch, past=CCT_PAST)())}
+    sizes = {"GPT-2": cache_size(decoding_steps(reference, batch=batch, past=CCT_PAST)())}
     for execution in ("dense", "auto"):
-        sizes[f"CCT, {execution}"] = cache_size(with_gates(prompt, execution)())
+        sizes[f"CCT, {execution}"] = cache_size(with_gates(decoding_steps, execution)())
     first = sizes["GPT-2"]
     yield Table(
         group="decoding",
-        title=f"CCT, keys and values in the cache of {CCT_PAST} tokens, {about}",
+        title=f"CCT, memory of the keys and values of {CCT_PAST + STEPS_IN_A_TURN} tokens, {about}",
         results=[Measurement(name=n, value=size / 1e6, ratio=size / first) for n, size in sizes.items()],
         unit="MB",
     )
 
 
 def compare_steps(candidates: dict[str, Callable], *, turns: int) -> list[Measurement]:
-    """Time of a step, of a few in each turn: behind one another, as in a generation. The caches grow by
-    them, for all candidates alike."""
-    runs = {name: partial(_repeat, step) for name, step in candidates.items()}
-    found = compare(runs, turns=turns, least_seconds=0)
+    """Time of one step, of those in each turn."""
+    found = compare(candidates, turns=turns, least_seconds=0)
     return [replace(each, value=each.value / STEPS_IN_A_TURN) for each in found]
-
-
-def _repeat(step: Callable[[], object]) -> None:
-    for _ in range(STEPS_IN_A_TURN):
-        step()
 
 
 def plain(hidden_size: int, heads: int) -> nn.Module:
@@ -113,13 +106,22 @@ def prompt(model: nn.Module, *, batch: int, past: int) -> Callable[[], object]:
     return run
 
 
-def decoding_step(model: nn.Module, *, batch: int, past: int) -> Callable[[], object]:
-    """One more token for each sequence at each call."""
+def decoding_steps(model: nn.Module, *, batch: int, past: int) -> Callable[[], object]:
+    """A few more tokens for each sequence at each call, one behind another as in a generation. The
+    cache grows by them."""
     cache = prompt(model, batch=batch, past=past)().past_key_values
     token = torch.randint(0, 1000, (batch, 1))
-    return forward(model, token, past_key_values=cache, use_cache=True)
+    step = forward(model, token, past_key_values=cache, use_cache=True)
+
+    def run():
+        for _ in range(STEPS_IN_A_TURN):
+            output = step()
+        return output
+
+    return run
 
 
 def cache_size(output) -> int:
-    """Bytes of keys and values."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in output.past_key_values.layers)
+    """Bytes of keys and values, and of the room that there is for more."""
+    layers = output.past_key_values.layers
+    return sum(x.untyped_storage().nbytes() for layer in layers for x in (layer.keys, layer.values))

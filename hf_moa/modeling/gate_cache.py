@@ -9,7 +9,7 @@ and is needed before they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, S
 # Inputs that a dynamic layer holds beyond the window, so that as many tokens can be cropped.
 CROP_RESERVE = 128
 # Rows that a new buffer has room for, at least: an eighth of those it holds, where that is more.
-_LEAST_ROOM = 64
+_LEAST_ROOM = 8
 
 
 class Window(NamedTuple):
@@ -46,14 +46,18 @@ class GatePast(NamedTuple):
         """See `GatedDynamicLayer.window`."""
         return self.layer.window(self.name, rows, valid, size=self.size)
 
-    def keep(self, makes: tuple, made: Any) -> None:
-        """Keep what `makes` (modules and the like) made, for as long as a cache is filled."""
-        self.layer.kept[self.name] = makes, made
-
-    def recall(self, makes: tuple) -> Any:
-        """What was kept of them; None if nothing was, or of others, as of another adapter's."""
+    def recall(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """What was kept of the gate's norm; None if nothing was, or of another weight, as another
+        adapter's."""
         kept = self.layer.kept.get(self.name)
-        return kept[1] if kept is not None and kept[0] == makes else None
+        return kept[2] if kept is not None and kept[0] is weight and kept[1] is dtype else None
+
+    def keep(
+        self, weight: Tensor, dtype: torch.dtype, affine: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the scale and shift of the gate's norm: weights stay while a cache is filled."""
+        self.layer.kept[self.name] = weight, dtype, affine
+        return affine
 
 
 class GrowingRows:
@@ -138,7 +142,7 @@ class GrowingKeys(GrowingRows):
 
 
 class _GateStates:
-    """A cache layer's named gate states, the batch first; and what was made of the gates' weights."""
+    """A cache layer's named gate states, the batch first; and what the gates' norms amount to."""
 
     # no part of what an exporter sees, as in `GrowingRows`, nor of a copy
     __slots__ = ("_kept",)
@@ -148,7 +152,7 @@ class _GateStates:
 
     @property
     def kept(self) -> dict[str, tuple]:
-        """Of a gate, by its state's name: what it made, and of what."""
+        """Of a gate, by its state's name: its norm's weight, a dtype, and the norm's scale and shift."""
         try:
             return self._kept
         except AttributeError:
@@ -272,6 +276,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
                 f"beyond their window (got {tokens_to_remove}). To hold all, call "
                 "`past_key_values.activate_past_recording()` after the first forward."
             )
+        self._kept = {}  # whoever starts again may have learned since
         self._crop_keys(abs(tokens_to_remove))
         for state in self.states.values():
             state.crop(abs(tokens_to_remove))

@@ -41,6 +41,8 @@ class OpenKeysLayer(GatedDynamicLayer):
             self._open_up(torch.promote_types(self.keys.dtype, key_states.dtype))
             if len(rows):
                 self._add(key_states, value_states, rows)
+            elif torch.is_grad_enabled():
+                self._growing = {}  # a graph may hold what is handed out
         else:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values, self.positions, _ = OpenKeys.of(rows, key_states, value_states)

@@ -352,6 +352,34 @@ def test_cache_of_autocast_goes_on_outside():
     assert (logits[0] - logits[1]).abs().median() < 0.05
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_gradients_of_a_step_without_keys_outlast_the_next_step(batch_size, monkeypatch):
+    model, ids, cache = build(attention_type="mha"), tokens(batch_size=batch_size), DynamicCache()
+    decide = ControlNetwork.forward
+
+    def queries_alone(self, x):
+        gates = torch.ones_like(decide(self, x))
+        gates[..., 0] = self.out.out_features != 2
+        return gates
+
+    decode(model, ids[:, :4], [3, 1], cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlNetwork, "forward", queries_alone)
+        logits = model(ids[:, 4:5], past_key_values=cache).logits
+    decode(model, ids[:, 5:], [1, 1], cache=cache)
+    logits.sum().backward()
+    assert model.transformer.wte.weight.grad.any()
+
+
+def test_holds_little_room():
+    model, ids = build(n_positions=400), tokens(300)
+    _, cache = decode(model, ids, [290, *[1] * 10])
+    for layer in cache.layers:
+        keys = layer.keys
+        assert keys.untyped_storage().nbytes() <= keys.nbytes * 9 / 8 + 1
+        assert layer.open_keys.is_key.sum(dim=1).max() < 300
+
+
 @pytest.mark.parametrize("closed", [False, True])
 def test_inference_caches_take_gradients_outside(closed, monkeypatch):
     model, ids, cache = build(), tokens(), DynamicCache()
