@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.import_utils import is_tracing
 
 from .attention_functions import eager_attention_forward
 from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
@@ -402,7 +401,7 @@ class GatedAttention(nn.Module):
             return False
         if length == 1:
             return True
-        if attention_mask.device.type != "cpu" or is_tracing(attention_mask):
+        if attention_mask.device.type != "cpu" or is_traced(attention_mask):
             return False
         return bool((attention_mask == attention_mask[:, :, :1]).all())
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
+from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from .expert_products import expert_input, expert_output
 from .precision import compute_dtype
-from .transforms import is_transformed
+from .transforms import is_traced, is_transformed
 
 
 @torch.compiler.assume_constant_result
@@ -60,7 +60,7 @@ def computes_by_slot(index: Tensor, weight: Tensor) -> bool:
     """Whether to take the k products of a single token one by one; see `computes_by_expert`."""
     if weight.device.type != "cpu" or index.shape[0] * index.shape[1] != 1:
         return False
-    if torch.is_grad_enabled() or is_tracing(index) or is_transformed():
+    if torch.is_grad_enabled() or is_traced(index) or is_transformed():
         return False
     return len(weight) >= 3 * index.shape[2]
 

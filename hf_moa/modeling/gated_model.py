@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils.import_utils import is_tracing
 
 from .budgets import Budget, BudgetControl
 from .cct import OPEN_GATE_LOGIT, ControlNetwork
@@ -25,6 +24,7 @@ from .gate_norm import GateBatchNorm
 from .mae import EXPERT_SELECTIONS, MAE_PHASES, MaeGate, MixtureOfHeads
 from .moe import FeedForwardExperts
 from .routing import TopKRouter
+from .transforms import is_traced
 
 try:
     from torch.distributed.fsdp import FSDPModule
@@ -384,6 +384,6 @@ def padding_mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None
     if attention_mask is None or attention_mask.ndim != 2:
         return None
     mask = attention_mask[:, -length:].bool()
-    if mask.device.type == "cpu" and not is_tracing(mask) and mask.all():
+    if mask.device.type == "cpu" and not is_traced(mask) and mask.all():
         return None
     return mask

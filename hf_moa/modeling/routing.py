@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.utils.import_utils import is_tracing
 
 from .precision import at_least_float32
 from .router_losses import (
@@ -22,7 +21,7 @@ from .router_losses import (
     smooth_load,
     z_loss,
 )
-from .transforms import is_transformed
+from .transforms import is_traced, is_transformed
 
 _MOST_TO_SORT = 128
 
@@ -106,7 +105,7 @@ class TopKRouter(nn.Module):
 def largest(values: Tensor, k: int) -> Tensor:
     """Where the k largest of `values` `[..., N]` are, the largest first: `[..., k]` int64."""
     few = values.shape[-1] <= _MOST_TO_SORT
-    if values.device.type != "cpu" or not few or is_tracing(values) or is_transformed():
+    if values.device.type != "cpu" or not few or is_traced(values) or is_transformed():
         return values.topk(k, dim=-1).indices
     # on a CPU, to sort all of them takes a third of `topk`'s time
     order = np.argsort(-values.detach().numpy(), axis=-1)

@@ -7,9 +7,11 @@ from torch import Tensor
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether `x` stands for numbers that are not there yet: transformers' `is_tracing` but for captured
-    streams, and for any subclass of tensors; in a twentieth of its time, which a layer feels."""
-    return type(x) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    """Whether `x` stands for numbers that are not there yet: transformers' `is_tracing`, and for any
+    subclass of tensors; in a twentieth of its time, which a layer feels."""
+    if type(x) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_transformed(*tensors: Tensor) -> bool:
