@@ -54,7 +54,8 @@ class AttentionUse(NamedTuple):
         is_causal: whether queries see no later key.
         query: `[..., B, T]`, gates.
         kv: `[..., B, S]`, gates of the keys that this call projects; None where all are cached.
-        past: `[..., B, 2]`, number of the cached keys (see `used_and_full`); None for none.
+        past: `[..., B, 2]`, number of the cached keys (see `used_and_full`); None for none. Not both are
+            None.
         mask, kv_mask: `[B, T]` and `[B, S]` bool, real tokens; None for all.
     """
 
@@ -65,6 +66,8 @@ class AttentionUse(NamedTuple):
     past: Tensor | None
     mask: Tensor | None
     kv_mask: Tensor | None
+
+    differ_by_layer = ("query", "kv", "past")
 
     @property
     def kind(self) -> tuple:
@@ -97,6 +100,8 @@ class FeedForwardUse(NamedTuple):
     gates: Tensor
     mask: Tensor | None
 
+    differ_by_layer = ("gates",)
+
     @property
     def kind(self) -> tuple:
         """See `AttentionUse.kind`."""
@@ -127,11 +132,10 @@ def costs_by_kind(records: list[dict[str, dict[str, Any]]]) -> list[Tensor]:
 
 def _stacked(uses: list[AttentionUse] | list[FeedForwardUse]) -> AttentionUse | FeedForwardUse:
     """Those of several layers as one, on the device of the last."""
-    last, stacked = uses[-1], {}
-    for name in ("query", "kv", "past", "gates"):
-        found = getattr(last, name, None)
-        if found is not None:
-            stacked[name] = torch.stack([getattr(use, name).to(found.device) for use in uses])
+    last = uses[-1]
+    names = [name for name in last.differ_by_layer if getattr(last, name) is not None]
+    device = getattr(last, names[0]).device
+    stacked = {name: torch.stack([getattr(use, name).to(device) for use in uses]) for name in names}
     return last._replace(**stacked)
 
 

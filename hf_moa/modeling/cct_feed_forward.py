@@ -103,7 +103,8 @@ class GatedFeedForward(nn.Module):
         """`[B, T, d]` -> `[B, T, d]` and the record; losses are the mean over the parts, and the `load`
         is that of the experts of all parts, `[M * N]`."""
         gates, record = self.gate(hidden_states, padding_mask)
-        if self.parts_are_rowwise and self.gate.choose_execution(gates) is Execution.ROWS:
+        execution = self.gate.choose_execution(gates)
+        if self.parts_are_rowwise and execution is Execution.ROWS:
             return self._sparse(hidden_states, gates), record | {"losses": {}}
         output = torch.zeros_like(hidden_states)
         losses: dict[str, Tensor] = {}
@@ -111,7 +112,10 @@ class GatedFeedForward(nn.Module):
         modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
         for m, (part, input_norm, output_norm) in enumerate(modules):
             y, part_record = part(input_norm(hidden_states), padding_mask)
-            output = output + output_norm(y) * gates[..., m : m + 1].to(y.dtype)
+            y = output_norm(y)
+            if execution is not Execution.OPEN:
+                y = y * gates[..., m : m + 1].to(y.dtype)
+            output = output + y
             for name, loss in part_record.get("losses", {}).items():
                 losses[name] = losses.get(name, 0.0) + loss / len(self.parts)
             if "load" in part_record:

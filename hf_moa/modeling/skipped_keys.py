@@ -71,7 +71,7 @@ def visible_keys(
         causal: queries see no later key.
 
     Returns:
-        Whether the mask is so simple, and the keys `[B, S]` bool, None for all.
+        Whether the mask is so simple, and the keys `[B or 1, S]` bool, None for all.
     """
     causal = causal and num_queries > 1
     if causal and num_queries != num_keys:

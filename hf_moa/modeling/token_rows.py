@@ -113,7 +113,8 @@ class TokenRows:
         return len(self.chosen) == 1 and len(self) > 0
 
     def pad(self, rows: Tensor, *, before: int = 0) -> Tensor:
-        """`[1, n, ...]` -> `[B, before + most, ...]`: each sequence's rows, zeros before and behind."""
+        """`[1, n, ...]` -> `[B, before + most, ...]`: each sequence's rows, zeros before and behind.
+        (It may be `rows` itself.)"""
         if self.is_one_sequence:
             return nn.functional.pad(rows, (0, 0) * (rows.ndim - 2) + (before, 0)) if before else rows
         size = before + self.most
@@ -122,7 +123,7 @@ class TokenRows:
         return full.unflatten(0, (-1, size))
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """`[B, size, ...]` -> `[1, n, ...]`."""
+        """`[B, size, ...]` -> `[1, n, ...]`. (It may be `padded` itself.)"""
         if self.is_one_sequence and padded.shape[1] == len(self):
             return padded
         slots = self._slots(padded.shape[1])
