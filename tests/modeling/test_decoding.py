@@ -87,8 +87,16 @@ each_stateful_decoder = pytest.mark.parametrize(
 
 
 # Gates and caches have ways of their own where no graph is made, as in `generate`.
-in_both_modes = pytest.mark.parametrize(
-    "mode", [torch.enable_grad, torch.no_grad], ids=["grad", "no_grad"]
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad}
+each_decoder_and_mode = pytest.mark.parametrize(
+    ("decoder", "fields", "mode"),
+    [
+        pytest.param(decoder, fields, mode, id=f"{decoder.name}-{name}-{mode_name}")
+        for decoder in DECODERS
+        for name, fields in decoder.variants.items()
+        for mode_name, mode in MODES.items()
+        if mode_name == "no_grad" or name in STATEFUL
+    ],
 )
 
 
@@ -166,8 +174,7 @@ def test_no_gradient_comes_from_the_future(decoder, fields):
 # --- caches ---------------------------------------------------------------------------------------
 
 
-@in_both_modes
-@each_decoder
+@each_decoder_and_mode
 def test_cached_decoding_equals_the_full_forward(decoder, fields, mode):
     model = decoder.build(**fields)
     ids, _ = batch(length=12)
@@ -180,8 +187,7 @@ def test_cached_decoding_equals_the_full_forward(decoder, fields, mode):
     assert_equal(torch.cat(steps, dim=1), full)
 
 
-@in_both_modes
-@each_decoder
+@each_decoder_and_mode
 def test_left_padded_cached_decoding_equals_each_row_alone(decoder, fields, mode):
     model = decoder.build(**fields)
     ids, _ = batch(batch_size=2, length=12)
@@ -200,8 +206,7 @@ def test_left_padded_cached_decoding_equals_each_row_alone(decoder, fields, mode
     torch.testing.assert_close(actual, alone[0], atol=1e-10, rtol=0)
 
 
-@in_both_modes
-@each_decoder
+@each_decoder_and_mode
 def test_static_cache_equals_the_full_forward(decoder, fields, mode):
     model = decoder.build(**fields)
     ids, _ = batch(length=12)
@@ -258,7 +263,7 @@ def test_compute_fraction_counts_cached_keys(decoder, fields):
         torch.testing.assert_close(total, full)
 
 
-@in_both_modes
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @each_stateful_decoder
 def test_cache_can_be_reordered_cropped_and_repeated(decoder, fields, mode):
     model = decoder.build(**fields)
