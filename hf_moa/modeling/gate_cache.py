@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 
+from .gate_norm import GateBatchNorm
+
 # Inputs that a dynamic layer holds beyond the window, so that as many tokens can be cropped.
 CROP_RESERVE = 128
 # Rows that a new buffer has room for, at least: an eighth of those it holds, where that is more.
@@ -46,18 +48,13 @@ class GatePast(NamedTuple):
         """See `GatedDynamicLayer.window`."""
         return self.layer.window(self.name, rows, valid, size=self.size)
 
-    def recall(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """What was kept of the gate's norm; None if nothing was, or of another weight, as another
-        adapter's."""
+    def scale_and_shift(self, norm: GateBatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`norm.scale_and_shift(dtype)`, made once: weights stay while a cache is filled. Made anew for
+        another weight, as another adapter's."""
         kept = self.layer.kept.get(self.name)
-        return kept[2] if kept is not None and kept[0] is weight and kept[1] is dtype else None
-
-    def keep(
-        self, weight: Tensor, dtype: torch.dtype, affine: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Keep the scale and shift of the gate's norm: weights stay while a cache is filled."""
-        self.layer.kept[self.name] = weight, dtype, affine
-        return affine
+        if kept is None or kept[0] is not norm.weight or kept[1] is not dtype:
+            kept = self.layer.kept[self.name] = norm.weight, dtype, norm.scale_and_shift(dtype)
+        return kept[2]
 
 
 class GrowingRows:

@@ -41,10 +41,7 @@ class GateBatchNorm(nn.BatchNorm1d):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         x = at_least_float32(x)
-        affine = self.weight, self.bias, self.running_mean, self.running_var
-        weight, bias, mean, var = (
-            tensor if tensor.dtype == x.dtype else tensor.to(x.dtype) for tensor in affine
-        )
+        weight, bias, mean, var = self._weights_and_statistics(x.dtype)
         if self.uses_batch_statistics:
             return torch.addcmul(bias, self.standardize(x, valid), weight)
         rows = x.flatten(0, -2)
@@ -54,10 +51,14 @@ class GateBatchNorm(nn.BatchNorm1d):
 
     def scale_and_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The scale and the shift that the running statistics make, `[d]` each."""
-        affine = self.weight, self.bias, self.running_mean, self.running_var
-        weight, bias, mean, var = (tensor.to(dtype) for tensor in affine)
+        weight, bias, mean, var = self._weights_and_statistics(dtype)
         scale = weight * torch.rsqrt(var + self.eps)
         return scale, bias - mean * scale
+
+    def _weights_and_statistics(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Weight, bias, running mean and variance."""
+        tensors = self.weight, self.bias, self.running_mean, self.running_var
+        return tuple(tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors)
 
     def standardize(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """`(x - mean) / sqrt(var + eps)` by the batch's statistics, `[..., d]`; the running ones follow

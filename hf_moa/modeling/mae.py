@@ -132,25 +132,20 @@ class MaeGate(nn.Module):
         """`dense(norm(x))`."""
         norm, dense = self.norm, self.dense
         # its weight may be another module's to gather, as FSDP's
-        stands_alone = type(norm) is GateBatchNorm and type(norm.weight) in (nn.Parameter, Tensor)
-        if not stands_alone or is_watched(norm):
-            return dense(norm(x, valid).to(dtype))
-        if norm.uses_batch_statistics:
-            if not is_plain(dense):
-                return dense(norm(x, valid).to(dtype))
+        is_own = type(norm) is GateBatchNorm and type(norm.weight) in (nn.Parameter, Tensor)
+        stands_alone = is_own and not is_watched(norm)
+        by_batch = stands_alone and norm.uses_batch_statistics
+        if by_batch and is_plain(dense):
             # The norm's weight and bias go into the matrix: backward need not keep what they make.
             weight = dense.weight * norm.weight
             bias = dense.bias + dense.weight.to(weight.dtype) @ norm.bias
             x = norm.standardize(x, valid).to(dtype)
             return nn.functional.linear(x, weight.to(dtype), bias.to(dtype))
-        if past is None:
-            return dense(norm(x).to(dtype))
-        x = at_least_float32(x)
-        affine = past.recall(norm.weight, x.dtype)
-        if affine is None:
-            affine = past.keep(norm.weight, x.dtype, norm.scale_and_shift(x.dtype))
-        scale, shift = affine
-        return dense(torch.addcmul(shift, x, scale).to(dtype))
+        if stands_alone and not by_batch and past is not None:
+            x = at_least_float32(x)
+            scale, shift = past.scale_and_shift(norm, x.dtype)
+            return dense(torch.addcmul(shift, x, scale).to(dtype))
+        return dense(norm(x, valid).to(dtype))
 
 
 class MixtureOfHeads(MultiHead):

@@ -95,37 +95,22 @@ def test_forward_mode():
     torch.testing.assert_close(actual, tangent)
 
 
-@pytest.mark.parametrize("hooked", [None, "dense", "norm", "norm backward"])
-def test_gate_is_its_norm_and_matrix(hooked):
-    """In one product, or one after the other where something watches one of them."""
-    torch.manual_seed(0)
-    gate = MaeGate(hidden_size=SIZE, num_experts=3, gate_hidden_size=4, dropout=0.0).double()
-    for parameter in gate.parameters():
-        nn.init.normal_(parameter)
+@pytest.mark.parametrize(
+    ("training", "hooked"),
+    [(True, hooked) for hooked in (None, "dense", "norm", "norm backward")]
+    + [(False, hooked) for hooked in (None, "dense", "norm", "dropout")],
+)
+def test_gate_is_its_norm_and_matrix(training, hooked):
+    """In training in one product, or one after the other where something watches one of them."""
+    gate = random_gate(hidden=4).double().train(training)
     x, gradient = rows(), torch.randn(ROWS, 3, dtype=torch.float64)
     seen = []
     if hooked == "norm backward":
         gate.norm.register_full_backward_hook(lambda *args: seen.append(0))
     elif hooked:
         getattr(gate, hooked).register_forward_hook(lambda *args: seen.append(0))
-    logits = gate.out(torch.tanh(gate.dense(reference(gate.norm, x, torch.ones(ROWS).bool()))))
-    learning = [x, *gate.parameters()]
-    expected = torch.autograd.grad(logits.softmax(dim=-1), learning, gradient)
-    seen.clear()
-    actual = gate(x, None, dtype=torch.float64)
-    torch.testing.assert_close(actual, logits.softmax(dim=-1))
-    torch.testing.assert_close(torch.autograd.grad(actual, learning, gradient), expected)
-    assert len(seen) == (hooked is not None)
-
-
-@pytest.mark.parametrize("hooked", [None, "dense", "norm", "dropout"])
-def test_gate_is_its_norm_and_matrix_in_eval(hooked):
-    gate = gate_in_eval(hidden=4).double()
-    x, gradient = rows(), torch.randn(ROWS, 3, dtype=torch.float64)
-    seen = []
-    if hooked:
-        getattr(gate, hooked).register_forward_hook(lambda *args: seen.append(0))
-    logits = gate.out(torch.tanh(gate.dense(reference(gate.norm, x, torch.zeros(ROWS).bool()))))
+    normal = reference(gate.norm, x, torch.full((ROWS,), training))
+    logits = gate.out(torch.tanh(gate.dense(normal)))
     learning = [x, *gate.parameters()]
     expected = torch.autograd.grad(logits.softmax(dim=-1), learning, gradient)
     seen.clear()
@@ -142,9 +127,9 @@ def test_scale_and_shift_are_the_norm_in_eval():
     torch.testing.assert_close(x * scale + shift, reference(norm, x, torch.zeros(ROWS).bool()))
 
 
-def gate_in_eval(*, hidden):
+def random_gate(*, hidden):
     torch.manual_seed(0)
-    gate = MaeGate(hidden_size=SIZE, num_experts=3, gate_hidden_size=hidden, dropout=0.0).eval()
+    gate = MaeGate(hidden_size=SIZE, num_experts=3, gate_hidden_size=hidden, dropout=0.0)
     for tensor in [*gate.parameters(), gate.norm.running_mean]:
         nn.init.normal_(tensor)
     nn.init.uniform_(gate.norm.running_var, 0.5, 2)
@@ -184,7 +169,7 @@ def test_a_dropout_that_is_replaced_is_called_in_eval():
         def forward(self, x):
             return nn.functional.dropout(x, 0.5)
 
-    gate = gate_in_eval(hidden=64)
+    gate = random_gate(hidden=64).eval()
     gate.dropout = AlwaysOn()
     x = torch.randn(ROWS, SIZE)
     first, second = (gate(x, None, dtype=torch.float32) for _ in range(2))
