@@ -31,7 +31,11 @@ from hf_moa.training.checkpoints import discard_unfinished
 
 logger = logging.getLogger(__name__)
 
-SAMPLING_STRATEGIES = ("random", "group_by_length")
+CHOICES = {
+    "train_sampling_strategy": ("random", "group_by_length"),
+    "optim": ("adamw", "adafactor"),
+}
+ADAM_BETA2 = 0.999
 
 
 @dataclass
@@ -47,8 +51,17 @@ class _RunArguments:
     num_train_epochs: int = field(default=3, metadata={"help": "Epochs."})
     max_train_steps: int | None = optional("Updates in all, in the place of num_train_epochs.")
     learning_rate: float = field(default=5e-5, metadata={"help": "Largest learning rate."})
-    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's, but for biases and norms."})
-    adam_beta2: float = field(default=0.999, metadata={"help": "AdamW's."})
+    optim: str = field(
+        default="adamw",
+        metadata={
+            "help": "adamw, or adafactor (torch's), whose learning_rate is relative to the size of each "
+            "weight: for a T5 from random weights, whose embeddings are far larger than the others."
+        },
+    )
+    weight_decay: float = field(
+        default=0.0, metadata={"help": "Of the optimiser, but for biases and norms."}
+    )
+    adam_beta2: float = field(default=ADAM_BETA2, metadata={"help": "AdamW's."})
     max_grad_norm: float = field(default=1.0, metadata={"help": "Clip gradients; 0 does not."})
     lr_scheduler_type: SchedulerType = field(
         default=SchedulerType.LINEAR, metadata={"help": "Schedule of the learning rate."}
@@ -110,10 +123,14 @@ class _RunArguments:
             "eval_steps",
             "checkpoints_total_limit",
         )
-        if self.train_sampling_strategy not in SAMPLING_STRATEGIES:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"`{name}` must be {' or '.join(choices)} (got {getattr(self, name)!r})."
+                )
+        if self.optim != "adamw" and self.adam_beta2 != ADAM_BETA2:
             raise ValueError(
-                f"`train_sampling_strategy` must be {' or '.join(SAMPLING_STRATEGIES)} (got "
-                f"{self.train_sampling_strategy!r})."
+                f"`adam_beta2` is AdamW's (got {self.adam_beta2} and optim={self.optim}). Leave one out."
             )
 
 

@@ -22,6 +22,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate_arguments import AccelerateArguments
 from accelerate_checkpoints import Progress, checkpoint_to_resume, find_checkpoints
+from accelerate_optimizers import make_optimizer
 from accelerate_sampling import EpochsGroupedByLength
 from safetensors.torch import load_file
 from text_training import IGNORE_INDEX
@@ -33,7 +34,6 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 from hf_moa.training import (
     NonFiniteGradientError,
     TrainingDivergedError,
-    gate_parameters,
     smoothed_loss,
     written_whole,
 )
@@ -111,12 +111,8 @@ class GatedTraining:
             collate_fn=collate,
             generator=torch.Generator().manual_seed(args.seed),  # leaves the model's draws alone
         )
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(
-                model, args.weight_decay, gates=self.mae_training not in ("bcd", "expert")
-            ),
-            lr=args.learning_rate,
-            betas=(0.9, args.adam_beta2),
+        optimizer = make_optimizer(
+            args, model, accelerator, gates=self.mae_training not in ("bcd", "expert")
         )
         self.model, self.optimizer, self.loader = accelerator.prepare(model, optimizer, loader)
         self.gated = accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -501,16 +497,6 @@ def _mae_training(args: AccelerateArguments, model: nn.Module, accelerator: Acce
     check_mae_training(model, args.mae_training, chosen=chosen, engine=None if in_turns else "DeepSpeed")
     check_noise_steps(model.config, args.cct_noise_steps)
     return chosen
-
-
-def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> list[dict]:
-    """Of the optimiser: with and without weight decay; with the MAE gates, or not."""
-    out = set() if gates else {id(p) for p in gate_parameters(model)}
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in out]
-    return [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
 
 
 def _step_of(line: str) -> float:

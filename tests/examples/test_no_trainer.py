@@ -4,14 +4,16 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate_arguments
 import pytest
 import torch
-from accelerate import tracking
+from accelerate import DistributedType, tracking
 from accelerate.tracking import GeneralTracker
 from accelerate_arguments import AccelerateArguments
 from accelerate_checkpoints import find_checkpoints
+from accelerate_optimizers import make_optimizer
 from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, cut_unevenly, log, run, weights
 from gating_arguments import GatingArguments
 from launching import launch
@@ -76,6 +78,29 @@ def test_accumulation_changes_no_gradient(arguments, monkeypatch, tmp_path):
         updated.append(weights(values))
     for name, tensor in updated[0].items():
         torch.testing.assert_close(updated[1][name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_adafactor_steps_are_relative_to_each_weight(arguments, caught):
+    run("translation", arguments("translation", optim="adafactor", learning_rate=0.1))
+    (training,) = caught
+    weights = [p for p in training.gated.parameters() if p.ndim == 2]
+    before = [p.detach().clone() for p in weights]
+    for p in weights:
+        p.grad = torch.randn_like(p)
+    training.optimizer.step()
+    sizes = torch.stack([p.square().mean().sqrt() for p in before])
+    moves = [p.detach() - old for p, old in zip(weights, before, strict=True)]
+    moved = torch.stack([move.square().mean().sqrt() for move in moves])
+    assert sizes.max() > 10 * sizes.min()
+    torch.testing.assert_close(moved, 0.1 * sizes, rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_adafactor_needs_whole_weights(kind, arguments):
+    args = AccelerateArguments(output_dir="out", optim="adafactor")
+    accelerator = SimpleNamespace(distributed_type=DistributedType[kind])
+    with pytest.raises(ValueError, match=f"`optim` adafactor takes .* under {kind}"):
+        make_optimizer(args, torch.nn.Linear(2, 2), accelerator, gates=True)
 
 
 GROUPED_LINES = {"line_by_line": True, "train_sampling_strategy": "group_by_length"}
@@ -239,6 +264,8 @@ def test_starts_from_a_checkpoint(arguments, tmp_path):
             {"average_checkpoints": 3, "checkpointing_steps": 2},
             "`average_checkpoints` must be at most 2",
         ),
+        ({"optim": "sgd"}, "`optim` must be adamw or adafactor .*'sgd'"),
+        ({"optim": "adafactor", "adam_beta2": 0.98}, "`adam_beta2` is AdamW's .*0.98"),
         (
             {"train_sampling_strategy": "sorted"},
             "`train_sampling_strategy` must be random or group_by_length .*'sorted'",

@@ -30,6 +30,7 @@ def test_resumes_bit_for_bit(task, step, arguments, tmp_path):
     if task == "translation":
         shared["cct_budgets"], shared["cct_noise_steps"] = [1, 0.5], -1
         shared["predict_with_generate"] = False
+        shared["optim"] = "adafactor"
     whole = arguments(task, **shared)
     run(task, whole)
     parts = arguments(task, **shared, output_dir=tmp_path / "parts")

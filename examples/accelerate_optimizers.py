@@ -1,0 +1,42 @@
+"""The optimisers of the `run_*_no_trainer.py` scripts."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate_arguments import AccelerateArguments
+from torch import nn
+
+from hf_moa.training import gate_parameters
+
+
+def make_optimizer(
+    args: AccelerateArguments, model: nn.Module, accelerator: Accelerator, *, gates: bool
+) -> torch.optim.Optimizer:
+    """AdamW or Adafactor, over parameters that are trained; weight decay not for biases and norms.
+
+    Args:
+        gates: whether MAE's gates are among them (block coordinate descent trains them by itself).
+
+    Raises:
+        ValueError: Adafactor, whose steps follow from whole weights, where weights are in shards.
+    """
+    groups = _parameter_groups(model, args.weight_decay, gates=gates)
+    if args.optim == "adamw":
+        return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.adam_beta2))
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        raise ValueError(
+            "`optim` adafactor takes a weight's size and its rows' and columns' means from the whole "
+            f"weight, which no process has under {accelerator.distributed_type.value} (got optim="
+            "adafactor). Choose adamw, or train without shards."
+        )
+    return torch.optim.Adafactor(groups, lr=args.learning_rate)
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> list[dict]:
+    out = set() if gates else {id(p) for p in gate_parameters(model)}
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in out]
+    return [
+        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
