@@ -55,7 +55,7 @@ class _RunArguments:
         default="adamw",
         metadata={
             "help": "adamw, or adafactor (torch's), whose learning_rate is relative to the size of each "
-            "weight: for a T5 from random weights, whose embeddings are far larger than the others."
+            "weight: for a T5 from random weights, whose embeddings are far larger than its others."
         },
     )
     weight_decay: float = field(

@@ -9,6 +9,10 @@ from torch import nn
 
 from hf_moa.training import gate_parameters
 
+# Adafactor's steps are relative to a weight's root mean square, or to this where that is smaller: gates
+# start at or near zero, and with the usual 0.001 would stay there
+SMALLEST_SIZE = 0.02
+
 
 def make_optimizer(
     args: AccelerateArguments, model: nn.Module, accelerator: Accelerator, *, gates: bool
@@ -30,7 +34,7 @@ def make_optimizer(
             f"weight, which no process has under {accelerator.distributed_type.value} (got optim="
             "adafactor). Choose adamw, or train without shards."
         )
-    return torch.optim.Adafactor(groups, lr=args.learning_rate)
+    return torch.optim.Adafactor(groups, lr=args.learning_rate, eps=(None, SMALLEST_SIZE))
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> list[dict]:

@@ -10,7 +10,7 @@ scratch, with a vocabulary trained on both languages on the way (needs `pip inst
         --config_overrides d_model=256,d_kv=32,num_heads=8,d_ff=1024,num_layers=3 \
         --train_source train.en.gz --train_target train.de.gz \
         --validation_source val.en.gz --validation_target val.de.gz --num_beams 5 \
-        --num_train_epochs 20 --learning_rate 1e-3 --num_warmup_steps 1000 \
+        --num_train_epochs 20 --optim adafactor --learning_rate 3e-2 --num_warmup_steps 1000 \
         --label_smoothing_factor 0.1 --checkpointing_steps epoch --average_checkpoints 5 \
         --resume_from_checkpoint latest --output_dir out/translation
 

@@ -13,7 +13,7 @@ from accelerate import DistributedType, tracking
 from accelerate.tracking import GeneralTracker
 from accelerate_arguments import AccelerateArguments
 from accelerate_checkpoints import find_checkpoints
-from accelerate_optimizers import make_optimizer
+from accelerate_optimizers import SMALLEST_SIZE, make_optimizer
 from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, cut_unevenly, log, run, weights
 from gating_arguments import GatingArguments
 from launching import launch
@@ -81,7 +81,9 @@ def test_accumulation_changes_no_gradient(arguments, monkeypatch, tmp_path):
 
 
 def test_adafactor_steps_are_relative_to_each_weight(arguments, caught):
-    run("translation", arguments("translation", optim="adafactor", learning_rate=0.1))
+    """Also those of gates, which start at zero."""
+    values = arguments("translation", attention_type="mae", mae_training="joint", optim="adafactor")
+    run("translation", values | {"learning_rate": 0.1})
     (training,) = caught
     weights = [p for p in training.gated.parameters() if p.ndim == 2]
     before = [p.detach().clone() for p in weights]
@@ -91,8 +93,9 @@ def test_adafactor_steps_are_relative_to_each_weight(arguments, caught):
     sizes = torch.stack([p.square().mean().sqrt() for p in before])
     moves = [p.detach() - old for p, old in zip(weights, before, strict=True)]
     moved = torch.stack([move.square().mean().sqrt() for move in moves])
-    assert sizes.max() > 10 * sizes.min()
-    torch.testing.assert_close(moved, 0.1 * sizes, rtol=0.1, atol=0)
+    assert sizes.max() > 0.9
+    assert sizes.min() < 1e-6
+    torch.testing.assert_close(moved, 0.1 * sizes.clamp(min=SMALLEST_SIZE), rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
@@ -109,8 +112,8 @@ GROUPED_LINES = {"line_by_line": True, "train_sampling_strategy": "group_by_leng
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "changes"),
-    [*((task, {}) for task in SCRIPTS), ("mlm", GROUPED_LINES)],
-    ids=[*SCRIPTS, "mlm of grouped lines"],
+    [("clm", {}), ("mlm", GROUPED_LINES), ("translation", {})],
+    ids=["clm", "mlm of grouped lines", "translation"],
 )
 def test_two_processes_train_as_one(task, changes, arguments, tmp_path):
     """2 x 4 rows as 1 x 8, evaluation included; nothing is drawn but the order of the data."""
