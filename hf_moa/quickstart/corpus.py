@@ -163,7 +163,8 @@ def choose_labels(
 def mask_names(text: str, names: Iterable[str], mask_token: str = MASK_TOKEN) -> str:
     """`text` with every word that contains one of `names`, in any case, made `mask_token`."""
     alternatives = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    return re.sub(rf"\w*(?:{alternatives})\w*", mask_token, text, flags=re.IGNORECASE)
+    # from the start of a word: otherwise each of its letters would be tried
+    return re.sub(rf"(?<!\w)\w*(?:{alternatives})\w*", mask_token, text, flags=re.IGNORECASE)
 
 
 def label_docstrings(

@@ -1,8 +1,6 @@
 """The benchmark script runs, and writes what it says. (Its figures are for those who run it.)"""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,13 +31,19 @@ def test_compare_reports_ratios_to_the_first(monkeypatch):
     assert len(calls) == 3 + 5
 
 
-@pytest.mark.slow
-def test_script_writes_tables_and_a_picture(tmp_path):
-    command = [sys.executable, str(FOLDER / "run.py"), "moa", "--turns", "2"]
-    done = subprocess.run(
-        [*command, "--output_dir", str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert "| MoA, N=64 |" in done.stdout
+def test_script_writes_tables_and_a_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import moa
+    import run
+
+    monkeypatch.setattr(moa, "HIDDEN_SIZE", 64)
+    monkeypatch.setattr(moa, "EXPERTS", (8, 64))
+    threads = torch.get_num_threads()
+    try:
+        run.main(["moa", "--turns", "2", "--output_dir", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    assert "| MoA, N=64 |" in capsys.readouterr().out
     data = json.loads((tmp_path / "results.json").read_text())
     assert data["environment"]["threads"].startswith("1 of")
     assert [t["results"][0]["ratio"] for t in data["tables"]] == [1.0] * 4
@@ -72,11 +76,13 @@ def test_summary_has_a_row_for_each_table_of_the_same_candidates(monkeypatch):
     ]
 
 
-def test_unknown_benchmark_is_an_error(tmp_path):
-    command = [sys.executable, str(FOLDER / "run.py"), "speed"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "must be of mae, moa, cct, decoding, memory" in done.stderr
+def test_unknown_benchmark_is_an_error(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import run
+
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["speed"])
+    assert "must be of mae, moa, cct, decoding, memory" in capsys.readouterr().err
 
 
 def test_peak_memory_is_the_most_that_is_held_at_once(monkeypatch):

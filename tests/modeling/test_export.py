@@ -33,15 +33,18 @@ def assert_computes(exported, model, inputs):
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("model_class", "name"),
     [
-        pytest.param(CASE[name], marks=() if "Bert" in name or "Encoder" in name else pytest.mark.slow)
-        for name in CLASSES
+        *((model_class, name) for model_class in CLASSES[:2] for name in NAMES),
+        *(
+            pytest.param(model_class, name, marks=pytest.mark.slow)  # as steps of generation: all
+            for model_class in CLASSES[2:]
+            for name in ("mae-1", "moa", "cct")
+        ),
     ],
-    ids=CLASSES,
 )
-@each_variant
-def test_export_with_dynamic_shapes(case, name):
+def test_export_with_dynamic_shapes(model_class, name):
+    case = CASE[model_class]
     model = case.build(**VARIANTS[name])
     exported = DynamoExporter().export(model, inputs_of(case), config=DynamoConfig(dynamic=True))
     assert_computes(exported, model, inputs_of(case))
@@ -97,9 +100,15 @@ def test_steps_of_generation_export_with_their_caches(case, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [CASE[name] for name in CLASSES[:2]], ids=CLASSES[:2])
-@pytest.mark.parametrize("name", NAMES)
-def test_onnx_of_encoders(case, name, tmp_path):
+@pytest.mark.parametrize(
+    ("model_class", "name"),
+    [
+        *((CLASSES[0], name) for name in NAMES),
+        *((CLASSES[1], name) for name in ("mha", "mae-1", "cct")),
+    ],
+)
+def test_onnx_of_encoders(model_class, name):
+    case = CASE[model_class]
     model, inputs = case.build(**VARIANTS[name]), inputs_of(case)
     exported = OnnxExporter().export(model, inputs, config=OnnxConfig(dynamic=True))
     assert_computes(exported, model, inputs)

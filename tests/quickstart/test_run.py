@@ -6,7 +6,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 
 import hf_moa
 from hf_moa.quickstart import run
-from hf_moa.quickstart.corpus import Example
+from hf_moa.quickstart.corpus import Docstring, Example, build_corpus
 from hf_moa.quickstart.gates import choose_example, expert_weights_by_class, token_compute
 from hf_moa.quickstart.plots import draw_gates
 from hf_moa.quickstart.reload import ReloadError, check_reload
@@ -115,6 +115,15 @@ def test_reload_check_passes_for_what_was_saved_and_fails_for_a_changed_weight(
         check_reload(model, tokenizer, tmp_path, texts)
 
 
+@pytest.fixture
+def little_text(monkeypatch):
+    """A corpus that is soon read, and soon trained and evaluated on."""
+    texts = [f"Return the {word} of item {i}." for i in range(60) for word in ("name", "size", "age")]
+    docstrings = [Docstring(("asyncio", "email")[i % 2], text) for i, text in enumerate(texts)]
+    corpus = build_corpus(docstrings=docstrings, topics=["A topic about gates."] * 9)
+    monkeypatch.setattr(run, "build_corpus", lambda **settings: corpus)
+
+
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
     """A whole run with three steps in either training."""
@@ -171,7 +180,7 @@ def test_run_does_not_overwrite_unless_told(quickstart, capsys):
 
 
 @pytest.mark.slow
-def test_failed_reload_is_an_error_and_writes_nothing(tmp_path, monkeypatch, capsys):
+def test_failed_reload_is_an_error_and_writes_nothing(little_text, tmp_path, monkeypatch, capsys):
     def fail(*args):
         raise ReloadError("not the same logits")
 
@@ -183,7 +192,7 @@ def test_failed_reload_is_an_error_and_writes_nothing(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.slow
-def test_run_without_matplotlib_says_how_to_get_it(tmp_path, monkeypatch):
+def test_run_without_matplotlib_says_how_to_get_it(little_text, tmp_path, monkeypatch):
     def missing(*args):
         raise ImportError("matplotlib")
 
