@@ -30,24 +30,34 @@ from scripts import TRAINER_FLAGS, Flags, run_script
 from summaries import best_rate, by_seed, time_and_machine, with_deviation
 
 from hf_moa.markdown import table
+from hf_moa_cli.command import load_checkpoint
 
 SEEDS = mae_translation.SEEDS
 FRACTIONS = (0.05, 0.1, 0.25, 0.5, 1.0)
 TUNING = {"fraction": 0.25, "seed": 0}
 PAIRS, BATCH, EPOCHS, LEAST_STEPS = 29_000, 64, 2, 200
 
-# name -> learning rates to choose from; NOFT has none
+# name -> learning rates to choose from; NOFT has none. Of whole models they are Adafactor's, with which
+# those of mae_translation.py were trained.
 METHODS: dict[str, tuple[float, ...]] = {
     "NOFT": (),
     "FTG": (3e-3, 1e-2),
     "FTG+": (1e-3, 3e-3),
     "LoRA": (1e-3, 3e-3),
-    "FTALL": (3e-4, 1e-3),
-    "SCRATCH": (1e-3, 2e-3),
+    "FTALL": (3e-3, 1e-2, 3e-2),
+    "SCRATCH": (1e-2, 3e-2),
+}
+WHOLE = ("FTALL", "SCRATCH")
+WARMUP = 0.1  # of the steps
+TEXTS: Flags = {
+    "max_source_length": 64,
+    "max_target_length": 64,
+    "predict_with_generate": True,
+    "num_beams": 5,
+    "per_device_eval_batch_size": 100,
 }
 TRAINING: Flags = {
-    "do_train": True,
-    "warmup_steps": 0.1,
+    "mae_training": "joint",
     "lr_scheduler_type": "cosine",
     "label_smoothing_factor": 0.1,
     "per_device_train_batch_size": BATCH,
@@ -87,8 +97,7 @@ def num_steps(fraction: float) -> int:
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
-    """One run of `examples/run_translation.py`; of a tuning run, BLEU of the validation text."""
-    files = multi30k(options.data_dir, options.models_dir)
+    """One run; of a tuning run, BLEU of the validation text."""
     source = {
         "corpus": "tatoeba",
         "variant": "MAE-7",
@@ -96,47 +105,70 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
         "seed": settings["seed"] or SEEDS[0],
     }
     base = mae_translation.trained_model(source, options)
+    files = multi30k(options.data_dir, options.models_dir)
     text = "validation" if settings["seed"] == TUNING["seed"] else "test"
     flags: Flags = {
-        **TRAINER_FLAGS,
-        **starting_point(settings["method"], base),
+        **TEXTS,
         "train_source": files["train_source"],
         "train_target": files["train_target"],
-        "test_source": files[f"{text}_source"],
-        "test_target": files[f"{text}_target"],
-        "max_source_length": 64,
-        "max_target_length": 64,
-        "do_predict": True,
-        "predict_with_generate": True,
-        "num_beams": 5,
-        "per_device_eval_batch_size": 100,
         "seed": settings["seed"],
     }
     if settings["method"] != "NOFT":
-        flags |= {
-            "max_train_samples": round(settings["fraction"] * PAIRS),
-            "max_steps": num_steps(settings["fraction"]),
-            "learning_rate": settings["learning_rate"],
-            **TRAINING,
-        }
+        flags |= {**TRAINING, "learning_rate": settings["learning_rate"]}
+        flags["max_train_samples"] = round(settings["fraction"] * PAIRS)
+    train = train_whole if settings["method"] in WHOLE else train_adapter
+    held_out = files[f"{text}_source"], files[f"{text}_target"]
     with tempfile.TemporaryDirectory() as folder:
-        found = run_script("run_translation", flags, folder)
+        return train(settings["method"], base, flags, num_steps(settings["fraction"]), held_out, folder)
+
+
+def train_whole(
+    method: str, base: Path, flags: Flags, steps: int, held_out: tuple[str, str], folder: str
+) -> dict:
+    """All weights, by `examples/run_translation_no_trainer.py`: those of the pretrained model, or new
+    ones of its config and vocabulary."""
+    start = {"config_name": base, "tokenizer_name": base}
+    if method != "SCRATCH":
+        start = {"model_name_or_path": base}
+    flags |= {
+        **start,
+        "validation_source": held_out[0],
+        "validation_target": held_out[1],
+        "optim": "adafactor",
+        "max_train_steps": steps,
+        "num_warmup_steps": round(WARMUP * steps),
+        "eval_steps": steps + 1,  # in the end alone
+        "mixed_precision": "bf16",
+    }
+    found = run_script("run_translation_no_trainer", flags, folder)
+    size = load_checkpoint(folder).num_parameters()
+    return {"bleu": found["bleu"], "loss": found["eval_loss"], "trainable_parameters": size}
+
+
+def train_adapter(
+    method: str, base: Path, flags: Flags, steps: int, held_out: tuple[str, str], folder: str
+) -> dict:
+    """An adapter of the pretrained model, by `examples/run_translation.py`; with NOFT, nothing."""
+    adapters = {"FTG": "ftg", "FTG+": "ftg+", "LoRA": "lora"}
+    flags |= {
+        **TRAINER_FLAGS,
+        "model_name_or_path": base,
+        "test_source": held_out[0],
+        "test_target": held_out[1],
+        "do_predict": True,
+    }
+    if method in adapters:
+        flags |= {
+            "adapter": adapters[method],
+            "do_train": True,
+            "max_steps": steps,
+            "warmup_steps": WARMUP,
+        }
+    found = run_script("run_translation", flags, folder)
     return {
         "bleu": found["predict_bleu"],
         "loss": found["predict_loss"],
         "trainable_parameters": found.get("trainable_parameters", 0),
-    }
-
-
-def starting_point(method: str, base: Path) -> Flags:
-    """The pretrained model, or one of its config and vocabulary; and what of it is trained."""
-    if method == "SCRATCH":
-        return {"config_name": base, "tokenizer_name": base, "mae_training": "joint"}
-    adapters = {"FTG": "ftg", "FTG+": "ftg+", "LoRA": "lora"}
-    return {
-        "model_name_or_path": base,
-        "adapter": adapters.get(method, "none"),
-        "mae_training": "joint",
     }
 
 
@@ -181,7 +213,7 @@ EXPERIMENT = Experiment(
     report=report,
     needed={"models_dir": "of mae_translation.py; those that it lacks are trained"},
     optional=DATA_DIR,
-    plan=lambda: [mae_translation.EXPERIMENT.plan(), TRAINING, EPOCHS, LEAST_STEPS],
+    plan=lambda: [mae_translation.EXPERIMENT.plan(), TEXTS, TRAINING, WARMUP, EPOCHS, LEAST_STEPS],
 )
 
 if __name__ == "__main__":
