@@ -1,0 +1,81 @@
+"""`torch.compile` of every family and mechanism: one graph, the same results."""
+
+import pytest
+import torch
+from common import VARIANTS
+from families import LANGUAGE_MODELS, each_variant, each_variant_but
+
+
+def few_layers(case, fields):
+    """Tracing takes its time for each layer. Plain models keep two, and what goes between them."""
+    return case.family.one_layer if fields else {}
+
+
+@each_variant
+def test_is_captured_as_one_graph(case, fields):
+    torch._dynamo.reset()
+    model = case.build(**fields, **few_layers(case, fields))
+    inputs = case.inputs() | {"use_cache": False}
+    if case.family.name == "bert":
+        del inputs["use_cache"]
+    budgets = [None, 0.5] if model.config.has_cct and case.family.name != "t5" else [None]
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        for budget in budgets:
+            # to rounding: eager looks at the mask, and takes faster forms where it is simple
+            expected = model(**inputs, budget=budget).logits
+            actual = compiled(**inputs, budget=budget).logits
+            torch.testing.assert_close(actual, expected)
+
+
+# without its noise, a noisy router is the other; T5's blocks, traced three times, have the parts of the
+# other families'
+ALIKE = {"moa-noisy", "moe-noisy"}
+IN_OTHERS = {"mae-1", "uni-mae", "moe", "mae-gated-gelu", "cct-plain-gated-gelu"}
+
+
+@pytest.mark.slow
+@each_variant_but(bert=ALIKE, gpt2=ALIKE, t5=ALIKE | IN_OTHERS)
+def test_training_step_is_captured_as_one_graph(case, fields):
+    torch._dynamo.reset()
+    fixed = {"router_type": "topk", "router_load_loss_coef": 0.0} | case.family.no_dropout
+    layers = few_layers(case, fields)
+    if "cct_budgets" in fields:
+        fields = fields | {"cct_budgets": [0.5]}
+    # grouped products have no float64; gates that normalise three vectors need it
+    dtype, error = (torch.float32, 1e-6) if "ffn_type" in fields else (torch.float64, 1e-11)
+    gradients = []
+    for compiled in (False, True):
+        model = case.build(**layers | fields | fixed).train().to(dtype)
+        model.set_experts_implementation("grouped_mm")
+        step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        torch.manual_seed(1)
+        inputs = case.inputs() | case.labels()
+        if case.family.name != "bert":
+            inputs["use_cache"] = False
+        step(**inputs).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        limit = error * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(gradients[1][name], expected, atol=limit, rtol=100 * error, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("bert", name) for name in ("mae-1", "moa", "moe", "mae-cct")),
+        *(("gpt2", name) for name in ("mae-1", "moa")),
+        *(("t5", name) for name in ("moe", "mae-cct")),
+    ],
+)
+def test_compiled_model_computes_the_same(family, name):
+    torch._dynamo.reset()
+    case = next(each for each in LANGUAGE_MODELS if each.family.name == family)
+    model = case.build(**VARIANTS[name], **case.family.one_layer)
+    inputs = case.inputs() | ({} if case.family.name == "bert" else {"use_cache": False})
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True)
+        expected = model(**inputs).logits
+        limit = 1e-5 * expected.abs().max().item()
+        torch.testing.assert_close(compiled(**inputs).logits, expected, atol=limit, rtol=0)
