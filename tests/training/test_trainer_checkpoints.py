@@ -49,9 +49,11 @@ def whole(request, tmp_path_factory):
     return made, settings, fields, folder
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("stop", [1, 2, 4])
 def test_resumption_is_bit_exact(stop, whole, tmp_path):
-    """Weights, buffers, optimiser, schedule and noise; the data's order too, since they follow."""
+    """In an epoch, and at the ends of one with gate steps and one without.
+
+    Weights, buffers, optimiser, schedule and noise; the data's order too, since they follow."""
     reference, settings, fields, folder = whole
     shutil.copytree(folder / f"checkpoint-{stop}", tmp_path / f"checkpoint-{stop}")
     resumed = trainer("bert", build("bert", dropout=True, seed=7, **fields), tmp_path, **settings)
