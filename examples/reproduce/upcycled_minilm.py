@@ -30,7 +30,7 @@ from experiment import Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, budget_argument, read_json, run_script
-from summaries import at_budget, best_rate, by_seed, latest, with_deviation
+from summaries import at_budget, best_rate, by_seed, latest, time_and_machine, with_deviation
 
 from hf_moa.markdown import table
 
@@ -241,7 +241,16 @@ def development_batches(
 def report(results: Results, folder: Path) -> str:
     """Tables in Markdown; the figure is written to `folder`."""
     draw(results, folder / "accuracy.svg")
-    return "\n\n".join(f"### {task.upper()}\n\n{task_table(results, task)}" for task in TASKS)
+    parts = []
+    for task, size in TASKS.items():
+        examples, epochs = size["max_train_samples"], size["num_train_epochs"]
+        rates = ", ".join(f"{model} {chosen_rate(results, model):g}" for model in MODELS)
+        parts += [
+            f"### {task.upper()}: {examples:,} training examples, {epochs} epochs",
+            task_table(results, task),
+            f"Learning rates: {rates}. {time_and_machine(results, task=task)}",
+        ]
+    return "\n\n".join(parts)
 
 
 def task_table(results: Results, task: str) -> str:
