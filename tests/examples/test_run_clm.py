@@ -3,9 +3,6 @@
 import gzip
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import hf_moa
 
-SCRIPT = Path(run_clm.__file__)
 SIZES = "n_layer=2,n_embd=32,n_head=4,n_positions=16"
 SENTENCE = "the a cat dog sat ran on under mat tree red blue it she he was not very"
 WORDS = SENTENCE.split()
@@ -88,28 +84,20 @@ def checkpoint(tmp_path_factory, files):
     return str(path)
 
 
-def test_as_a_script_with_arguments_from_a_json_file(arguments, tmp_path):
+def test_arguments_from_a_json_file(arguments, tmp_path, capsys):
     arguments.update(do_predict=True, generate_samples=2, prompt_tokens=4, max_new_tokens=5)
     (tmp_path / "arguments.json").write_text(json.dumps(arguments))
-    # The repository's own package, installed or not.
-    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(
-        [sys.executable, SCRIPT, tmp_path / "arguments.json"],
-        check=True,
-        env=env,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-    )
+    run_clm.main([str(tmp_path / "arguments.json")])
+    printed = capsys.readouterr().out
     assert type(saved_model(arguments)) is hf_moa.MoaGPT2LMHeadModel
-    assert "predict_perplexity" in run.stdout
+    assert "predict_perplexity" in printed
     tokenizer = AutoTokenizer.from_pretrained(arguments["output_dir"])
     samples = read_json(arguments, "samples.json")
     assert len(samples) == 2
     first_tokens = tokenizer("".join(made_up_lines(25, 90)))["input_ids"][:3]
     assert samples[0]["prompt"] == tokenizer.decode(first_tokens)
     for sample in samples:
-        assert f"{sample['prompt']} >>>{sample['continuation']}" in run.stdout
+        assert f"{sample['prompt']} >>>{sample['continuation']}" in printed
 
 
 def test_perplexity_is_that_of_every_token_of_the_file(arguments):

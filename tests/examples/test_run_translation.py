@@ -3,9 +3,6 @@
 import copy
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +22,6 @@ from transformers import (
 
 import hf_moa
 
-SCRIPT = Path(run_translation.__file__)
 SIZES = "d_model=32,d_kv=8,num_heads=4,d_ff=64,num_layers=2"
 PAIRS = [("the", "die"), ("dog", "Dögge"), ("cat", "Katze"), ("red", "rote"), ("small", "kleine")]
 PAIRS += [("sees", "sieht"), ("runs", "läuft"), ("jumps", "springt")]
@@ -92,11 +88,9 @@ def translate(arguments, texts, **generate):
     return [text.strip() for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
 
 
-def test_as_a_script_with_arguments_from_a_json_file(arguments, tmp_path):
+def test_arguments_from_a_json_file(arguments, tmp_path):
     (tmp_path / "arguments.json").write_text(json.dumps({**arguments, "do_predict": True}))
-    # The repository's own package, installed or not.
-    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, SCRIPT, tmp_path / "arguments.json"], check=True, env=env)
+    run_translation.main([str(tmp_path / "arguments.json")])
     assert type(saved_model(arguments)) is hf_moa.MoaT5ForConditionalGeneration
     assert read_json(arguments, "predict_results.json")["predict_samples"] == 5
 
