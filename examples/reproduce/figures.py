@@ -49,6 +49,8 @@ def draw_line(axis: Any, points: Iterable[tuple[float, list[float]]], style: int
 
 
 def save(figure: Any, axes: list[Any], path: Path) -> None:
+    """Write the figure; the same lines give the same file."""
+    import matplotlib
     from matplotlib import pyplot
 
     for axis in axes:
@@ -58,5 +60,6 @@ def save(figure: Any, axes: list[Any], path: Path) -> None:
         handles, labels = labelled.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+        figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
