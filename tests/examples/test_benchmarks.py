@@ -1,6 +1,8 @@
 """The benchmark script runs, and writes what it says. (Its figures are for those who run it.)"""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,19 @@ from hf_moa.modeling.moa_bert_layers import MoaBertSelfAttention
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
-def test_compare_reports_ratios_to_the_first(monkeypatch):
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """Imports a file of the folder; tests have files of the same names."""
     monkeypatch.syspath_prepend(str(FOLDER))
+    names = [path.stem for path in FOLDER.glob("*.py")]
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    yield importlib.import_module
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(others)
 
+
+def test_compare_reports_ratios_to_the_first(monkeypatch):
     clock = iter(range(10_000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     calls = []
@@ -31,11 +43,8 @@ def test_compare_reports_ratios_to_the_first(monkeypatch):
     assert len(calls) == 3 + 5
 
 
-def test_script_writes_tables_and_a_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import moa
-    import run
-
+def test_script_writes_tables_and_a_picture(benchmarks, tmp_path, monkeypatch, capsys):
+    run, moa = benchmarks("run"), benchmarks("moa")
     monkeypatch.setattr(moa, "HIDDEN_SIZE", 64)
     monkeypatch.setattr(moa, "EXPERTS", (8, 64))
     threads = torch.get_num_threads()
@@ -51,9 +60,8 @@ def test_script_writes_tables_and_a_picture(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "ratios.svg").is_file()
 
 
-def test_summary_has_a_row_for_each_table_of_the_same_candidates(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    from tables import Table, summary
+def test_summary_has_a_row_for_each_table_of_the_same_candidates(benchmarks):
+    module = benchmarks("tables")
 
     def table(title, *ratios, unit="ms", spread=1.0):
         names = ["plain", "gated"]
@@ -61,10 +69,10 @@ def test_summary_has_a_row_for_each_table_of_the_same_candidates(monkeypatch):
             timing.Measurement(name=name, value=2 * ratio, ratio=ratio, spread=spread)
             for name, ratio in zip(names, ratios, strict=True)
         ]
-        return Table(group="moa", title=title, results=results, unit=unit)
+        return module.Table(group="moa", title=title, results=results, unit=unit)
 
     tables = [table("a", 1, 1.5), table("size", 1, 3, unit="MB", spread=None), table("b", 1, 2)]
-    assert summary(tables).splitlines() == [
+    assert module.summary(tables).splitlines() == [
         "|  | plain, ms | ± % | gated |",
         "|---|---|---|---|",
         "| a | 2.00 | 1.0 | 1.500 |",
@@ -76,35 +84,30 @@ def test_summary_has_a_row_for_each_table_of_the_same_candidates(monkeypatch):
     ]
 
 
-def test_unknown_benchmark_is_an_error(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import run
-
+def test_unknown_benchmark_is_an_error(benchmarks, capsys):
     with pytest.raises(SystemExit, match="2"):
-        run.main(["speed"])
+        benchmarks("run").main(["speed"])
     assert "must be of mae, moa, cct, decoding, memory" in capsys.readouterr().err
 
 
-def test_peak_memory_is_the_most_that_is_held_at_once(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import memory
-
+def test_peak_memory_is_the_most_that_is_held_at_once(benchmarks):
     def step():
         for _ in range(3):
             x = torch.empty(1_000_000)
             x = torch.cat([x, x])  # 4 MB and 8 MB at once, then 4 MB less
             del x
 
-    assert memory.peak_of(step) == pytest.approx(12e6, rel=0.01)
+    assert benchmarks("memory").peak_of(step) == pytest.approx(12e6, rel=0.01)
 
 
-def test_the_published_codes_algorithm_is_moa(monkeypatch):
+def test_the_published_codes_algorithm_is_moa(benchmarks):
     """What MoA is timed against computes the same function."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    from sorted_moa import SortedMoaAttention
-
     torch.manual_seed(0)
-    peer = SortedMoaAttention(hidden_size=32, num_experts=6, num_selected=2, head_dim=8).double()
+    peer = (
+        benchmarks("sorted_moa")
+        .SortedMoaAttention(hidden_size=32, num_experts=6, num_selected=2, head_dim=8)
+        .double()
+    )
     config = MoaBertConfig(
         hidden_size=32, num_attention_heads=2, num_attention_experts=6, head_dim=8, attention_type="moa",
         attention_probs_dropout_prob=0.0,
