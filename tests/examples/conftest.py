@@ -1,5 +1,6 @@
 """The example scripts find what they share in their own folder, as when they are run."""
 
+import importlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,25 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from accelerate_runs import forget_accelerator, make_arguments
 from accelerate_training import GatedTraining
+
+
+@pytest.fixture
+def import_anew(monkeypatch):
+    """folder -> an import of its files: anew in each test, beside files of the same names elsewhere."""
+    names, hidden = set(), {}
+
+    def import_of(folder):
+        monkeypatch.syspath_prepend(str(folder))
+        for name in {path.stem for path in folder.glob("*.py")} - names:
+            names.add(name)
+            if name in sys.modules:
+                hidden[name] = sys.modules.pop(name)
+        return importlib.import_module
+
+    yield import_of
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(hidden)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """The benchmark script runs, and writes what it says. (Its figures are for those who run it.)"""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,15 +14,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
 @pytest.fixture
-def benchmarks(monkeypatch):
-    """Imports a file of the folder; tests have files of the same names."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    names = [path.stem for path in FOLDER.glob("*.py")]
-    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    yield importlib.import_module
-    for name in names:
-        sys.modules.pop(name, None)
-    sys.modules.update(others)
+def benchmarks(import_anew):
+    """Imports a file of the folder."""
+    return import_anew(FOLDER)
 
 
 def test_compare_reports_ratios_to_the_first(monkeypatch):
@@ -103,11 +95,8 @@ def test_peak_memory_is_the_most_that_is_held_at_once(benchmarks):
 def test_the_published_codes_algorithm_is_moa(benchmarks):
     """What MoA is timed against computes the same function."""
     torch.manual_seed(0)
-    peer = (
-        benchmarks("sorted_moa")
-        .SortedMoaAttention(hidden_size=32, num_experts=6, num_selected=2, head_dim=8)
-        .double()
-    )
+    peer_class = benchmarks("sorted_moa").SortedMoaAttention
+    peer = peer_class(hidden_size=32, num_experts=6, num_selected=2, head_dim=8).double()
     config = MoaBertConfig(
         hidden_size=32, num_attention_heads=2, num_attention_experts=6, head_dim=8, attention_type="moa",
         attention_probs_dropout_prob=0.0,

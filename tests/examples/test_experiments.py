@@ -1,7 +1,6 @@
 """The experiments of `examples/reproduce` end to end: tiny models, made-up texts, a few updates."""
 
 import dataclasses
-import importlib
 import json
 import random
 import shutil
@@ -20,16 +19,10 @@ TINY_T5 = {"d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 1
 
 
 @pytest.fixture
-def reproduce(monkeypatch):
-    """Imports a script of the folder, anew in each test."""
+def reproduce(import_anew):
+    """Imports a script of the folder."""
     forget_accelerator()
-    monkeypatch.syspath_prepend(str(FOLDER))
-    names = [path.stem for path in FOLDER.glob("*.py")]
-    for name in names:
-        sys.modules.pop(name, None)
-    yield importlib.import_module
-    for name in names:
-        sys.modules.pop(name, None)
+    return import_anew(FOLDER)
 
 
 def sentences(count, seed):

@@ -99,7 +99,7 @@ def test_adafactor_steps_are_relative_to_each_weight(arguments, caught):
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_adafactor_needs_whole_weights(kind, arguments):
+def test_adafactor_needs_whole_weights(kind):
     args = AccelerateArguments(output_dir="out", optim="adafactor")
     accelerator = SimpleNamespace(distributed_type=DistributedType[kind])
     with pytest.raises(ValueError, match=f"`optim` adafactor takes .* under {kind}"):

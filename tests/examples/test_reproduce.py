@@ -1,7 +1,6 @@
 """The experiments of `examples/reproduce`: runs that can be stopped, and their reports."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,8 @@ FOLDER = Path(__file__).parents[2] / "examples" / "reproduce"
 
 
 @pytest.fixture
-def experiment(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for path in FOLDER.glob("*.py"):
-        sys.modules.pop(path.stem, None)
-    import adapters
-
+def experiment(import_anew, monkeypatch):
+    adapters = import_anew(FOLDER)("adapters")
     monkeypatch.setattr(adapters, "SEEDS", (1,))
     monkeypatch.setattr(adapters, "FRACTIONS", (0.5, 1.0))
     monkeypatch.setattr(adapters, "EVALUATIONS", 1)
@@ -24,9 +19,7 @@ def experiment(monkeypatch):
     monkeypatch.setattr(adapters, "METHODS", methods)
     task = {"examples": 24, "batch": 4, "epochs": 1, "least_steps": 1}
     monkeypatch.setattr(adapters, "TASKS", {"mrpc": task})
-    yield adapters
-    for path in FOLDER.glob("*.py"):
-        sys.modules.pop(path.stem, None)
+    return adapters
 
 
 def test_runs_are_made_once_and_reported(

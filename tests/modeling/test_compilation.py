@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import VARIANTS
-from families import LANGUAGE_MODELS, each_variant_but
+from families import CASE, each_variant_but
 
 
 def few_layers(case, fields):
@@ -64,16 +64,16 @@ def test_training_step_is_captured_as_one_graph(case, fields):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "name"),
+    ("model_class", "name"),
     [
-        *(("bert", name) for name in ("mae-1", "moa", "moe", "mae-cct")),
-        *(("gpt2", name) for name in ("mae-1", "moa")),
-        *(("t5", name) for name in ("moe", "mae-cct")),
+        *(("BertForMaskedLM", name) for name in ("mae-1", "moa", "moe", "mae-cct")),
+        *(("GPT2LMHeadModel", name) for name in ("mae-1", "moa")),
+        *(("T5ForConditionalGeneration", name) for name in ("moe", "mae-cct")),
     ],
 )
-def test_compiled_model_computes_the_same(family, name):
+def test_compiled_model_computes_the_same(model_class, name):
     torch._dynamo.reset()
-    case = next(each for each in LANGUAGE_MODELS if each.family.name == family)
+    case = CASE[model_class]
     model = case.build(**VARIANTS[name], **case.family.one_layer)
     inputs = case.inputs() | ({} if case.family.name == "bert" else {"use_cache": False})
     with torch.no_grad():
