@@ -39,8 +39,8 @@ def make_optimizer(
 
 def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> list[dict]:
     out = set() if gates else {id(p) for p in gate_parameters(model)}
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in out]
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in out]
     return [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
