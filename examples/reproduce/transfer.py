@@ -28,6 +28,7 @@ from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, run_script
 from summaries import best_rate, by_seed, time_and_machine, with_deviation
+from translation_runs import FLAGS
 
 from hf_moa.markdown import table
 from hf_moa_cli.command import load_checkpoint
@@ -35,7 +36,7 @@ from hf_moa_cli.command import load_checkpoint
 SEEDS = mae_translation.SEEDS
 FRACTIONS = (0.05, 0.1, 0.25, 0.5, 1.0)
 TUNING = {"fraction": 0.25, "seed": 0}
-PAIRS, BATCH, EPOCHS, LEAST_STEPS = 29_000, 64, 2, 200
+PAIRS, EPOCHS, LEAST_STEPS = 29_000, 2, 200
 
 # name -> learning rates to choose from; NOFT has none. Of whole models they are Adafactor's, with which
 # those of mae_translation.py were trained.
@@ -49,20 +50,22 @@ METHODS: dict[str, tuple[float, ...]] = {
 }
 WHOLE = ("FTALL", "SCRATCH")
 WARMUP = 0.1  # of the steps
-TEXTS: Flags = {
-    "max_source_length": 64,
-    "max_target_length": 64,
-    "predict_with_generate": True,
-    "num_beams": 5,
-    "per_device_eval_batch_size": 100,
-}
+
+
+def as_pretrained(*names: str) -> Flags:
+    """Flags that are those of the pretrained models."""
+    return {name: FLAGS[name] for name in names}
+
+
+TEXTS = as_pretrained(
+    "max_source_length", "max_target_length", "num_beams", "per_device_eval_batch_size"
+)
 TRAINING: Flags = {
     "mae_training": "joint",
-    "lr_scheduler_type": "cosine",
-    "label_smoothing_factor": 0.1,
-    "per_device_train_batch_size": BATCH,
-    "train_sampling_strategy": "group_by_length",
+    **as_pretrained("lr_scheduler_type", "label_smoothing_factor"),
+    **as_pretrained("per_device_train_batch_size", "train_sampling_strategy"),
 }
+WHOLE_TRAINING = as_pretrained("optim", "mixed_precision")
 
 
 def tuning_runs(results: Results) -> list[Settings]:
@@ -93,7 +96,7 @@ def chosen_rate(results: Results, method: str) -> float:
 
 
 def num_steps(fraction: float) -> int:
-    return max(LEAST_STEPS, round(EPOCHS * fraction * PAIRS / BATCH))
+    return max(LEAST_STEPS, round(EPOCHS * fraction * PAIRS / FLAGS["per_device_train_batch_size"]))
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
@@ -114,8 +117,11 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
         "seed": settings["seed"],
     }
     if settings["method"] != "NOFT":
-        flags |= {**TRAINING, "learning_rate": settings["learning_rate"]}
-        flags["max_train_samples"] = round(settings["fraction"] * PAIRS)
+        flags |= {
+            **TRAINING,
+            "learning_rate": settings["learning_rate"],
+            "max_train_samples": round(settings["fraction"] * PAIRS),
+        }
     train = train_whole if settings["method"] in WHOLE else train_adapter
     held_out = files[f"{text}_source"], files[f"{text}_target"]
     with tempfile.TemporaryDirectory() as folder:
@@ -127,18 +133,15 @@ def train_whole(
 ) -> dict:
     """All weights, by `examples/run_translation_no_trainer.py`: those of the pretrained model, or new
     ones of its config and vocabulary."""
-    start = {"config_name": base, "tokenizer_name": base}
-    if method != "SCRATCH":
-        start = {"model_name_or_path": base}
+    scratch = {"config_name": base, "tokenizer_name": base}
     flags |= {
-        **start,
+        **WHOLE_TRAINING,
+        **(scratch if method == "SCRATCH" else {"model_name_or_path": base}),
         "validation_source": held_out[0],
         "validation_target": held_out[1],
-        "optim": "adafactor",
         "max_train_steps": steps,
         "num_warmup_steps": round(WARMUP * steps),
         "eval_steps": steps + 1,  # in the end alone
-        "mixed_precision": "bf16",
     }
     found = run_script("run_translation_no_trainer", flags, folder)
     size = load_checkpoint(folder).num_parameters()
@@ -156,6 +159,7 @@ def train_adapter(
         "test_source": held_out[0],
         "test_target": held_out[1],
         "do_predict": True,
+        "predict_with_generate": True,
     }
     if method in adapters:
         flags |= {
@@ -213,7 +217,15 @@ EXPERIMENT = Experiment(
     report=report,
     needed={"models_dir": "of mae_translation.py; those that it lacks are trained"},
     optional=DATA_DIR,
-    plan=lambda: [mae_translation.EXPERIMENT.plan(), TEXTS, TRAINING, WARMUP, EPOCHS, LEAST_STEPS],
+    plan=lambda: [
+        mae_translation.EXPERIMENT.plan(),
+        TEXTS,
+        TRAINING,
+        WHOLE_TRAINING,
+        WARMUP,
+        EPOCHS,
+        LEAST_STEPS,
+    ],
 )
 
 if __name__ == "__main__":
