@@ -93,6 +93,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
     plan = training_plan(settings)
     flags = {
         **TRAINER_FLAGS,
+        "bf16": True,
         "model_name_or_path": options.model_name_or_path,
         "data_dir": options.data_dir,
         "task_name": settings["task"],

@@ -69,7 +69,6 @@ PRETRAINING: Flags = {
     "weight_decay": 0.01,
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 64,
-    "mixed_precision": "bf16",
 }
 # task -> its measure, and flags
 TASKS: dict[str, tuple[str, Flags]] = {

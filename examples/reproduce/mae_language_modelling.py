@@ -40,6 +40,7 @@ VARIANTS: dict[str, Flags] = {
 }
 FLAGS: Flags = {
     **TRAINER_FLAGS,
+    "bf16": True,
     "model_type": "moa_gpt2",
     "vocab_size": 4096,
     "config_overrides": {"n_layer": 3, "n_embd": 128, "n_head": 8, "n_positions": 128},

@@ -89,7 +89,6 @@ MASKED: Flags = {
     "weight_decay": 0.01,
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 64,
-    "mixed_precision": "bf16",
 }
 
 

@@ -67,7 +67,6 @@ FLAGS: Flags = {
     "lr_scheduler_type": "cosine",
     "per_device_train_batch_size": 16,
     "per_device_eval_batch_size": 64,
-    "mixed_precision": "bf16",
 }
 
 

@@ -13,7 +13,6 @@ Flags = dict[str, Any]
 
 # of all runs: quiet, without checkpoints, on whatever accelerator there is
 TRAINER_FLAGS: Flags = {
-    "bf16": True,
     "save_strategy": "no",
     "log_level": "error",
     "disable_tqdm": True,

@@ -65,7 +65,6 @@ TRAINING: Flags = {
     **as_pretrained("lr_scheduler_type", "label_smoothing_factor"),
     **as_pretrained("per_device_train_batch_size", "train_sampling_strategy"),
 }
-WHOLE_TRAINING = as_pretrained("optim", "mixed_precision")
 
 
 def tuning_runs(results: Results) -> list[Settings]:
@@ -135,7 +134,7 @@ def train_whole(
     ones of its config and vocabulary."""
     scratch = {"config_name": base, "tokenizer_name": base}
     flags |= {
-        **WHOLE_TRAINING,
+        **as_pretrained("optim"),
         **(scratch if method == "SCRATCH" else {"model_name_or_path": base}),
         "validation_source": held_out[0],
         "validation_target": held_out[1],
@@ -221,7 +220,6 @@ EXPERIMENT = Experiment(
         mae_translation.EXPERIMENT.plan(),
         TEXTS,
         TRAINING,
-        WHOLE_TRAINING,
         WARMUP,
         EPOCHS,
         LEAST_STEPS,

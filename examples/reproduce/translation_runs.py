@@ -35,7 +35,6 @@ FLAGS: Flags = {
     "per_device_train_batch_size": 64,
     "per_device_eval_batch_size": 100,
     "train_sampling_strategy": "group_by_length",
-    "mixed_precision": "bf16",
     "checkpointing_steps": CHECKPOINT_EVERY,
     "checkpoints_total_limit": 5,
     "average_checkpoints": 5,

@@ -54,6 +54,7 @@ TUNING_TASK = "sst2"
 RATES = {**dict.fromkeys(CUT, (5e-5, 1e-4, 2e-4)), GATED: (1e-4, 2e-4, 4e-4)}
 TRAINING: Flags = {
     **TRAINER_FLAGS,
+    "bf16": True,
     "do_train": True,
     "do_eval": True,
     "pad_to_max_length": False,
