@@ -22,19 +22,20 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from corpora import find_file, read_lines, wikitext2
+from corpora import find_file, read_lines, wikitext
 from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import layer_flops
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, budget_argument, merged, read_json, run_folder, run_script
 from summaries import at_budget, by_seed, latest, time_and_machine, with_deviation
-from wikitext_runs import train_on_wikitext2
+from wikitext_runs import train_on_wikitext
 
 from hf_moa.markdown import table
 from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
+CORPUS = "wikitext-2"
 STEPS = 1_500  # of pretraining
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
 LENGTH = 128
@@ -52,7 +53,7 @@ VARIANTS: dict[str, Flags] = {
 PRETRAINING: Flags = {
     "model_type": "moa_bert",
     "attention_type": "mha",
-    "vocab_size": 8192,
+    "vocab_size": 4096,
     "config_overrides": {
         "hidden_size": 128,
         "num_hidden_layers": 6,
@@ -67,7 +68,7 @@ PRETRAINING: Flags = {
     "num_warmup_steps": 150,
     "lr_scheduler_type": "cosine",
     "weight_decay": 0.01,
-    "per_device_train_batch_size": 32,
+    "per_device_train_batch_size": 16,
     "per_device_eval_batch_size": 64,
 }
 # task -> its measure, and flags
@@ -126,8 +127,9 @@ def pretrain(settings: Settings, options: argparse.Namespace) -> dict:
 def pretrained(variant: str, seed: int, options: argparse.Namespace) -> tuple[dict, Path]:
     """What was measured of a model, and its folder; it is pretrained if it is not there."""
     folder = run_folder(options.models_dir, variant, seed)
-    found = train_on_wikitext2(
+    found = train_on_wikitext(
         "run_mlm_no_trainer",
+        CORPUS,
         merged(PRETRAINING, VARIANTS[variant]),
         steps=STEPS,
         seed=seed,
@@ -187,7 +189,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 
     from hf_moa.timing import compare
 
-    text = " ".join(read_lines(wikitext2(options.data_dir, options.models_dir)["test"]))
+    text = " ".join(read_lines(wikitext(CORPUS, options.data_dir, options.models_dir)["test"]))
     size = 16 * LENGTH  # characters, which are more than `LENGTH` tokens, to be cut to these
     rows = [text[i * size : (i + 1) * size] for i in range(settings["latency_of_batch"])]
     candidates = {}

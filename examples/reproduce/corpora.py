@@ -1,8 +1,9 @@
 """Texts of the experiments: published files of a folder, or data sets of the Hub.
 
 The folder has one for each corpus: `multi30k` (`train.en`, `train.de`, `val.*`, `test_2016_flickr.*`),
-`tatoeba-en-de` (`deu.txt`, the German pairs of manythings.org), `wikitext-2` (`train.txt`, `valid.txt`,
-`test.txt`); any file may be a `.gz`.
+`tatoeba-en-de` (`deu.txt`, the German pairs of manythings.org), `wikitext-2` and `wikitext-103`
+(`train.txt`, `valid.txt`, `test.txt`; of WikiText-103's training text any beginning does); any file may
+be a `.gz`.
 """
 
 from __future__ import annotations
@@ -80,13 +81,17 @@ def split_by_source(pairs: list[Pair]) -> dict[str, list[Pair]]:
     return found
 
 
-def wikitext2(data_dir: str | None, work_dir: str | Path) -> Flags:
-    """Paths of the training, validation and test text of WikiText-2, as `train`, ..."""
+def wikitext(name: str, data_dir: str | None, work_dir: str | Path) -> Flags:
+    """Paths of the training, validation and test text, as `train`, ...
+
+    Args:
+        name: "wikitext-2" or "wikitext-103".
+        data_dir, work_dir: of `multi30k`.
+    """
     if data_dir is None:
-        name, configuration = "Salesforce/wikitext", "wikitext-2-v1"
-        return _from_hub(name, configuration, {"": "text"}, Path(work_dir, "wikitext-2"))
+        return _from_hub("Salesforce/wikitext", f"{name}-v1", {"": "text"}, Path(work_dir, name))
     stems = dict(zip(_SPLITS, ("train", "valid", "test"), strict=True))
-    folder = Path(data_dir, "wikitext-2")
+    folder = Path(data_dir, name)
     return {split: str(find_file(folder, f"{stem}.txt")) for split, stem in stems.items()}
 
 

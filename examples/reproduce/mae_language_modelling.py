@@ -17,7 +17,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from corpora import wikitext2
+from corpora import wikitext
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from gate_measures import mae_gates, tables_of
 from runs import Results, Settings
@@ -66,7 +66,7 @@ def runs(results: Results) -> list[Settings]:
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_clm.py`."""
-    files = wikitext2(options.data_dir, options.work_dir)
+    files = wikitext("wikitext-2", options.data_dir, options.work_dir)
     flags = {
         **FLAGS,
         **VARIANTS[settings["variant"]],

@@ -1,11 +1,13 @@
-"""MoA: more experts at constant compute. Zhang et al. 2022, on WikiText-2 and Multi30k.
+"""MoA: more experts at constant compute. Zhang et al. 2022, on WikiText and Multi30k.
 
     python examples/reproduce/moa_scaling.py --data_dir data
 
-- masked language models with 8 active heads of 8, 16, 32 and 64, against multi-head attention of as many
-  multiply-accumulates: perplexity of masked tokens;
-- the same, 8 of 32, without the balance loss, without the z loss, and without both: expert load;
-- translation: multi-head attention against MoA with 8 active heads of 8 and of 16 (8K8E, 8K16E).
+- masked language models of WikiText-2, and of the beginning of WikiText-103, with 8 active heads of 8,
+  16, 32 and 64, against multi-head attention of as many multiply-accumulates: perplexity of masked
+  tokens;
+- 8 of 32 on WikiText-2 without the balance loss, without the z loss, and without both: expert load;
+- translation of Multi30k: multi-head attention against MoA with 8 active heads of 8 and of 16 (8K8E,
+  8K16E).
 
 MoA's heads are larger than those of multi-head attention, so that a layer's attention computes about as
 much (`attention_flops` per token, at the length of the texts). A run that was stopped goes on where it
@@ -18,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +32,14 @@ from runs import Results, Settings
 from scripts import Flags, merged
 from summaries import Column, by_seed, time_and_machine, variant_table
 from translation_runs import FLAGS, train_translation
-from wikitext_runs import train_on_wikitext2
+from wikitext_runs import train_on_wikitext
 
 from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
-STEPS = {"masked": 1_500, "translation": 1_800}
-LENGTHS = {"masked": 128, "translation": 16}  # tokens of a text, of Multi30k on average
+STEPS = 1_500
+LENGTH, SENTENCE_LENGTH = 128, 16  # tokens of a block, of a sentence of Multi30k on average
 
 MHA: Flags = {"attention_type": "mha"}
 BERT_HEAD, T5_HEAD = {"head_dim": 22}, {"d_kv": 28}
@@ -56,62 +60,65 @@ def moa(num_experts: int, head: dict[str, int], **losses: float) -> Flags:
     }
 
 
+SCALING = {"MHA": MHA, **{f"MoA 8 of {n}": moa(n, BERT_HEAD) for n in EXPERTS}}
+WITHOUT_LOSSES = {
+    "MoA 8 of 32, no balance loss": moa(32, BERT_HEAD, balance=0),
+    "MoA 8 of 32, no z loss": moa(32, BERT_HEAD, z=0),
+    "MoA 8 of 32, neither": moa(32, BERT_HEAD, balance=0, z=0),
+}
+TRANSLATION = {
+    "MHA (BASE)": MHA,
+    "MoA 8K8E": moa(8, T5_HEAD),
+    "MoA 8K16E": moa(16, T5_HEAD),
+}
 VARIANTS: dict[str, dict[str, Flags]] = {
-    "masked": {
-        "MHA": MHA,
-        **{f"MoA 8 of {n}": moa(n, BERT_HEAD) for n in EXPERTS},
-        "MoA 8 of 32, no balance loss": moa(32, BERT_HEAD, balance=0),
-        "MoA 8 of 32, no z loss": moa(32, BERT_HEAD, z=0),
-        "MoA 8 of 32, neither": moa(32, BERT_HEAD, balance=0, z=0),
-    },
-    "translation": {
-        "MHA (BASE)": MHA,
-        "MoA 8K8E": moa(8, T5_HEAD),
-        "MoA 8K16E": moa(16, T5_HEAD),
-    },
+    "wikitext-2": SCALING | WITHOUT_LOSSES,
+    "wikitext-103": SCALING,
+    "multi30k": TRANSLATION,
 }
 MASKED: Flags = {
     "model_type": "moa_bert",
-    "vocab_size": 8192,
+    "vocab_size": 4096,
     "config_overrides": {
         "hidden_size": 128,
         "num_attention_heads": 8,
         "num_hidden_layers": 4,
         "intermediate_size": 512,
-        "max_position_embeddings": LENGTHS["masked"],
+        "max_position_embeddings": LENGTH,
         "hidden_dropout_prob": 0,
         "attention_probs_dropout_prob": 0,
     },
-    "max_seq_length": LENGTHS["masked"],
+    "max_seq_length": LENGTH,
     "learning_rate": 2e-3,
     "num_warmup_steps": 150,
     "lr_scheduler_type": "cosine",
     "weight_decay": 0.01,
-    "per_device_train_batch_size": 32,
+    "per_device_train_batch_size": 16,
     "per_device_eval_batch_size": 64,
 }
 
 
 def runs(results: Results) -> list[Settings]:
     return [
-        {"task": task, "variant": variant, "steps": STEPS[task], "seed": seed}
+        {"corpus": corpus, "variant": variant, "steps": STEPS, "seed": seed}
         for seed in SEEDS
-        for task, variants in VARIANTS.items()
+        for corpus, variants in VARIANTS.items()
         for variant in variants
     ]
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One training run, and the expert load on the test text."""
-    train = {"masked": masked, "translation": translation}[settings["task"]]
-    flags = VARIANTS[settings["task"]][settings["variant"]]
+    train = translation if settings["corpus"] == "multi30k" else masked
+    flags = VARIANTS[settings["corpus"]][settings["variant"]]
     with tempfile.TemporaryDirectory() as folder:
         return train(flags, settings, options, folder)
 
 
 def masked(flags: Flags, settings: Settings, options: argparse.Namespace, folder: str) -> dict:
-    found = train_on_wikitext2(
+    found = train_on_wikitext(
         "run_mlm_no_trainer",
+        settings["corpus"],
         merged(MASKED, flags),
         steps=settings["steps"],
         seed=settings["seed"],
@@ -124,7 +131,7 @@ def masked(flags: Flags, settings: Settings, options: argparse.Namespace, folder
 
 def translation(flags: Flags, settings: Settings, options: argparse.Namespace, folder: str) -> dict:
     found = train_translation(
-        "multi30k",
+        settings["corpus"],
         flags,
         steps=settings["steps"],
         seed=settings["seed"],
@@ -142,7 +149,7 @@ def model_facts(folder: str, text: str, target: str | None = None) -> dict[str, 
     from hf_moa.modeling.flops import count_flops
 
     model = load_checkpoint(folder)
-    length = LENGTHS["masked" if target is None else "translation"]
+    length = LENGTH if target is None else SENTENCE_LENGTH
     flops = count_flops(model, *([length] if target is None else [length, length]))
     attention = sum(part.active for part in flops.parts if part.part.endswith("attention"))
     facts = {"parameters": model.num_parameters(), "attention_flops": attention / length}
@@ -160,44 +167,45 @@ def report(results: Results, folder: Path) -> str:
     ]
     perplexity = Column("perplexity", "perplexity", "{:.2f}", paired=True)
     bleu = Column("BLEU", "bleu", "{:.2f}", paired=True)
-    names = list(VARIANTS["masked"])
-    scaling, ablation = names[: 1 + len(EXPERTS)], ["MoA 8 of 32", *names[1 + len(EXPERTS) :]]
-    common = {"task": "masked", "steps": STEPS["masked"]}
-    parts = [
-        "### Masked language models",
-        variant_table(results, scaling, [*size, perplexity, LOAD_MAX], **common),
-        "### Without the routers' losses",
-        variant_table(results, ablation, [perplexity, LOAD_MAX, LOAD_CV, UNUSED], **common),
-        time_and_machine(results, task="masked"),
-        "### Translation",
-        variant_table(
-            results,
-            VARIANTS["translation"],
-            [*size, bleu, Column("test loss", "loss", "{:.3f}", paired=True), LOAD_MAX],
-            task="translation",
-            steps=STEPS["translation"],
-        ),
-        time_and_machine(results, task="translation"),
+    parts = []
+    for corpus in ("wikitext-2", "wikitext-103"):
+        parts += [
+            f"### Masked language models of {corpus}",
+            table_of(results, corpus, SCALING, [*size, perplexity, LOAD_MAX]),
+            time_and_machine(results, corpus=corpus),
+        ]
+    ablation = ["MoA 8 of 32", *WITHOUT_LOSSES]
+    loss = Column("test loss", "loss", "{:.3f}", paired=True)
+    parts += [
+        "### Without the routers' losses (wikitext-2)",
+        table_of(results, "wikitext-2", ablation, [perplexity, LOAD_MAX, LOAD_CV, UNUSED]),
+        "### Translation (multi30k)",
+        table_of(results, "multi30k", TRANSLATION, [*size, bleu, loss, LOAD_MAX]),
+        time_and_machine(results, corpus="multi30k"),
     ]
     return "\n\n".join(parts)
 
 
+def table_of(results: Results, corpus: str, variants: Iterable[str], columns: Sequence[Column]) -> str:
+    return variant_table(results, variants, columns, corpus=corpus, steps=STEPS)
+
+
 def draw(results: Results, path: Path) -> None:
     """Perplexity against the number of experts."""
-    figure, [axis] = panels(1)
-    find = {"task": "masked", "steps": STEPS["masked"]}
-    points = [
-        (n, list(by_seed(results, "perplexity", variant=f"MoA 8 of {n}", **find).values()))
-        for n in EXPERTS
-    ]
-    base = list(by_seed(results, "perplexity", variant="MHA", **find).values())
-    draw_line(axis, [(n, base) for n in EXPERTS], 0, label="MHA of equal compute")
-    draw_line(axis, points, 1, label="MoA, 8 active heads")
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(EXPERTS, map(str, EXPERTS))
-    axis.set_xlabel("attention experts")
-    axis.set_ylabel("perplexity of masked tokens")
-    save(figure, [axis], path)
+    corpora = ("wikitext-2", "wikitext-103")
+    figure, axes = panels(len(corpora))
+    for axis, corpus in zip(axes, corpora, strict=True):
+        find = partial(by_seed, results, "perplexity", corpus=corpus, steps=STEPS)
+        base = list(find(variant="MHA").values())
+        points = [(n, list(find(variant=f"MoA 8 of {n}").values())) for n in EXPERTS]
+        draw_line(axis, [(n, base) for n in EXPERTS], 0, label="MHA of equal compute")
+        draw_line(axis, points, 1, label="MoA, 8 active heads")
+        axis.set_title(corpus)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(EXPERTS, map(str, EXPERTS))
+        axis.set_xlabel("attention experts")
+        axis.set_ylabel("perplexity of masked tokens")
+    save(figure, axes, path)
 
 
 EXPERIMENT = Experiment(

@@ -22,7 +22,7 @@ from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
 from runs import Results, Settings
 from scripts import Flags, merged
 from summaries import Column, time_and_machine, variant_table
-from wikitext_runs import train_on_wikitext2
+from wikitext_runs import train_on_wikitext
 
 from hf_moa_cli.command import load_checkpoint
 
@@ -77,8 +77,9 @@ def runs(results: Results) -> list[Settings]:
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_clm_no_trainer.py`, and the expert load on the test text."""
     with tempfile.TemporaryDirectory() as folder:
-        found = train_on_wikitext2(
+        found = train_on_wikitext(
             "run_clm_no_trainer",
+            "wikitext-2",
             merged(FLAGS, VARIANTS[settings["variant"]]),
             steps=settings["steps"],
             seed=settings["seed"],

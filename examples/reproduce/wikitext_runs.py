@@ -1,16 +1,17 @@
-"""One run of a language model on WikiText-2, for the experiments that share it."""
+"""One run of a language model on WikiText, for the experiments that share it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from corpora import wikitext2
+from corpora import wikitext
 from scripts import Flags, run_script_once
 
 
-def train_on_wikitext2(
+def train_on_wikitext(
     script: str,
+    corpus: str,
     flags: Flags,
     *,
     steps: int,
@@ -23,14 +24,15 @@ def train_on_wikitext2(
 
     Args:
         script: which one.
+        corpus: "wikitext-2" or "wikitext-103".
         flags: of the model and its training.
-        data_dir, work_dir: of `wikitext2`.
+        data_dir, work_dir: of `wikitext`.
         folder: for the model; a run that ended there is not made again.
 
     Returns:
         What the script measured, and the `files`.
     """
-    files = wikitext2(data_dir, work_dir)
+    files = wikitext(corpus, data_dir, work_dir)
     flags = {
         **flags,
         "train_file": files["train"],

@@ -33,7 +33,7 @@ def sentences(count, seed):
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    for name in ("multi30k", "tatoeba-en-de", "wikitext-2"):
+    for name in ("multi30k", "tatoeba-en-de", "wikitext-2", "wikitext-103"):
         (folder / name).mkdir()
     for seed, (stem, count) in enumerate({"train": 40, "val": 6, "test_2016_flickr": 6}.items()):
         for language in ("en", "de"):
@@ -43,7 +43,8 @@ def data_dir(tmp_path_factory):
     (folder / "tatoeba-en-de" / "deu.txt").write_text("\n".join(pairs) + "\n", encoding="utf-8")
     for seed, stem in enumerate(("train", "valid", "test")):
         text = "".join(f"{line}\n" for line in sentences(60, seed))
-        (folder / "wikitext-2" / f"{stem}.txt").write_text(text, encoding="utf-8")
+        for name in ("wikitext-2", "wikitext-103"):
+            (folder / name / f"{stem}.txt").write_text(text, encoding="utf-8")
     return str(folder)
 
 
@@ -143,18 +144,19 @@ def test_cct_translation(reproduce, data_dir, tmp_path, capsys):
 def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     make_tiny(reproduce("translation_runs"))
     module = reproduce("moa_scaling")
-    module.SEEDS, module.STEPS = (1,), {"masked": 2, "translation": 3}
+    module.SEEDS, module.STEPS = (1,), 3
     module.MASKED |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
     module.MASKED["config_overrides"] |= {"num_hidden_layers": 1}
-    module.VARIANTS["translation"] = {"MoA 8K16E": module.moa(16, {"d_kv": 4})}
-    module.VARIANTS["translation"]["MoA 8K16E"]["num_attention_heads"] = 4
-    for name in ("MoA 8 of 16", "MoA 8 of 64", "MoA 8 of 32, no z loss"):
-        del module.VARIANTS["masked"][name]
+    translation = {"MoA 8K16E": {**module.moa(16, {"d_kv": 4}), "num_attention_heads": 4}}
+    left_out = ("MoA 8 of 16", "MoA 8 of 64", "MoA 8 of 32, no z loss")
+    masked = {k: v for k, v in module.VARIANTS["wikitext-2"].items() if k not in left_out}
+    other = {"MoA 8 of 8": masked["MoA 8 of 8"]}
+    module.VARIANTS |= {"wikitext-2": masked, "wikitext-103": other, "multi30k": translation}
     module.EXPERTS = (8, 32)
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
     measured = {row["settings"]["variant"]: row["measured"] for row in rows_of(results)}
-    assert len(measured) == 6
+    assert len(rows_of(results)) == 7
     assert "load_cv" not in measured["MHA"]
     assert measured["MoA 8 of 8"]["load_max"] == pytest.approx(1)
     assert measured["MoA 8 of 32"]["load_max"] > 1
