@@ -53,6 +53,7 @@ from hf_moa.training.gate_choices import (
     check_mae_training,
     check_noise_steps,
     choose_mae_training,
+    choose_noise_steps,
 )
 from hf_moa.training.gate_descent import prepare_gates
 from hf_moa.training.random_states import kept_random_states
@@ -91,6 +92,8 @@ class GatedTraining:
         self.train_dataset, self.evaluate = train_dataset, evaluate
         self.output_dir = Path(args.output_dir)
         self.mae_training = _mae_training(args, model, accelerator)
+        check_noise_steps(model, args.cct_noise_steps)
+        self.noise_steps = choose_noise_steps(model, args.cct_noise_steps)
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         self.progress = Progress(
@@ -227,8 +230,8 @@ class GatedTraining:
 
     def _update(self, batches: list[dict]) -> None:
         accelerator, args = self.accelerator, self.args
-        if args.cct_noise_steps is not None:
-            steps = noise_steps(args.cct_noise_steps, self.max_steps)
+        if self.noise_steps is not None:
+            steps = noise_steps(self.noise_steps, self.max_steps)
             set_cct_noise(self.gated, self.progress.step, steps)
         labels = [batch["labels"][:, 1:] if self.shifts_labels else batch["labels"] for batch in batches]
         count = sum((each != IGNORE_INDEX).sum() for each in labels)
@@ -495,7 +498,6 @@ def _mae_training(args: AccelerateArguments, model: nn.Module, accelerator: Acce
     chosen = choose_mae_training(model, args.mae_training)
     in_turns = accelerator.distributed_type != DistributedType.DEEPSPEED
     check_mae_training(model, args.mae_training, chosen=chosen, engine=None if in_turns else "DeepSpeed")
-    check_noise_steps(model.config, args.cct_noise_steps)
     return chosen
 
 

@@ -9,7 +9,7 @@ fresh classifier:
         --do_train --do_eval --learning_rate 2e-5 --output_dir out/bert
     python examples/run_glue.py ... --attention_type mae --output_dir out/mae
     python examples/run_glue.py ... --attention_type mha --cct_budgets 1 0.5 0.33 \
-        --cct_noise_steps -1 --eval_budgets --output_dir out/cct
+        --eval_budgets --output_dir out/cct
 
 Of a gated model, only the gates (FTG), with the attention's output projections (FTG+), or LoRA of the
 same size as the gates; the output is an adapter for PEFT:

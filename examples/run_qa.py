@@ -5,7 +5,7 @@ The flags are those of transformers' own `run_qa.py` where it has them, plus `Ga
 `AdapterArguments`. From SQuAD's published files (without them, `--dataset_name rajpurkar/squad`):
 
     python examples/run_qa.py --model_name_or_path bert-base-uncased --attention_type mae \
-        --cct_budgets 1 0.5 0.33 --cct_noise_steps -1 --eval_budgets \
+        --cct_budgets 1 0.5 0.33 --eval_budgets \
         --train_file train-v1.1.json --validation_file dev-v1.1.json --do_train --do_eval \
         --learning_rate 3e-5 --num_train_epochs 2 --output_dir out/squad
 

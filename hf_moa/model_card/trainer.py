@@ -271,7 +271,7 @@ def _hyperparameters(trainer: Trainer) -> dict[str, Any]:
     if mae_training == "bcd":
         names = ("gate_every_n_epochs", "gate_epoch_steps", "gate_learning_rate")
         gates |= {name: getattr(args, name) for name in names}
-    gates["cct_noise_steps"] = getattr(args, "cct_noise_steps", None)
+    gates["cct_noise_steps"] = getattr(trainer, "cct_noise_steps", None)
     if args.world_size > 1:
         gates |= {
             name: getattr(args, name, None) for name in ("sync_gate_norm", "router_global_balance")

@@ -53,8 +53,8 @@ class GateTrainingArguments:
     cct_noise_steps: float | None = field(
         default=None,
         metadata={
-            "help": "CCT, required: optimiser steps over which the gates' noise grows to the config's "
-            "cct_noise_max; below 1, that part of the run; -1, all of it."
+            "help": "CCT: optimiser steps over which the gates' noise grows to the config's "
+            "cct_noise_max; below 1, that part of the run; -1, the default with CCT: all of it."
         },
     )
 
@@ -110,7 +110,7 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
             balance loss takes the load over the batches of all.
         cct_noise_steps (`float`, *optional*): optimiser steps over which CCT's noise grows linearly to
             `config.cct_noise_max` (Bapna et al. 2020); below 1, that part of the run; -1, all of it.
-            A CCT model needs it.
+            Default: -1 for a model with CCT.
 
     Raises:
         ValueError: a value breaks its rule; the message names the field, the rule and the value.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from .gate_descent import gate_parameters
@@ -71,22 +69,40 @@ def check_mae_training(
         )
 
 
-def check_noise_steps(config: Any, steps: float | None, *, required: bool = True) -> None:
-    """Raise a ValueError unless `cct_noise_steps` is given for a model with CCT, and for no other.
+def choose_noise_steps(
+    model: nn.Module, asked: float | None, *, by_callback: bool = False
+) -> float | None:
+    """The `cct_noise_steps` of a run.
 
     Args:
-        config: the model's, or None.
-        steps: what was given.
-        required: whether it must be given.
+        model: without wrappers or adapters.
+        asked: what was given; None is -1, the whole run.
+        by_callback: a `CCTNoiseCallback` sets the noise.
+
+    Returns:
+        None for a model without CCT, and where the callback sets the noise.
     """
-    budgets = getattr(config, "cct_budgets", None)
-    if budgets is None and steps is not None:
+    if by_callback or not _has_cct(model):
+        return None
+    return -1 if asked is None else asked
+
+
+def check_noise_steps(model: nn.Module, asked: float | None, *, by_callback: bool = False) -> None:
+    """Raise a ValueError where `cct_noise_steps` is given and would do nothing.
+
+    Args:
+        model, asked, by_callback: as for `choose_noise_steps`.
+    """
+    if asked is not None and not _has_cct(model):
         raise ValueError(
-            f"cct_noise_steps needs a model with CCT (got {steps} and a model without cct_budgets)."
+            f"cct_noise_steps needs a model with CCT (got {asked} and a model without cct_budgets)."
         )
-    if budgets is not None and steps is None and required:
+    if asked is not None and by_callback:
         raise ValueError(
-            "cct_noise_steps must be given for a model with CCT: the optimiser steps over which the "
-            f"gates' noise grows to cct_noise_max={config.cct_noise_max} (below 1, that part of the "
-            "run; -1, all of it; got None)."
+            f"cct_noise_steps must be None beside a CCTNoiseCallback, which sets the gates' noise, too "
+            f"(got {asked}): give one of them."
         )
+
+
+def _has_cct(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "cct_budgets", None) is not None

@@ -40,7 +40,12 @@ from .auxiliary_losses import (
 from .cards import WritesModelCards
 from .checkpoints import discard_unfinished, written_whole
 from .divergence import NO_LABELS, lacks_labels, named_losses, what_is_not_finite
-from .gate_choices import check_mae_training, check_noise_steps, choose_mae_training
+from .gate_choices import (
+    check_mae_training,
+    check_noise_steps,
+    choose_mae_training,
+    choose_noise_steps,
+)
 from .gate_descent import (
     BlockCoordinateDescent,
     NonFiniteGradientError,
@@ -49,7 +54,7 @@ from .gate_descent import (
 )
 from .label_smoothing import smoothed_loss
 from .random_states import kept_random_states
-from .schedules import set_cct_noise
+from .schedules import CCTNoiseCallback, set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
 
 logger = logging.get_logger(__name__)
@@ -94,7 +99,7 @@ class _GatedTraining(WritesModelCards):
         if self.compute_loss_func is not None:
             self.compute_loss_func = self._with_auxiliary_loss(self.compute_loss_func)
         if self.model_init is None:
-            self._check_training(trains=self.train_dataset is not None)
+            self._check_training()
 
     # --- what is trained how ----------------------------------------------------------------------
 
@@ -112,7 +117,7 @@ class _GatedTraining(WritesModelCards):
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    def _check_training(self, *, trains: bool) -> None:
+    def _check_training(self) -> None:
         """Raise a ValueError where the arguments and the model do not go together."""
         args, model = self.args, self._gated_model()
         args.check_gate_training()
@@ -124,7 +129,18 @@ class _GatedTraining(WritesModelCards):
                 "mae_training='bcd' has its first G step in epoch 0: num_train_epochs must be above 0 "
                 f"(got {args.num_train_epochs})."
             )
-        check_noise_steps(getattr(model, "config", None), args.cct_noise_steps, required=trains)
+        check_noise_steps(model, args.cct_noise_steps, by_callback=self._has_noise_callback())
+
+    @property
+    def cct_noise_steps(self) -> float | None:
+        """The steps over which this run's CCT noise grows (see `MoaTrainingArguments`); None for a model
+        without CCT, or where a `CCTNoiseCallback` sets the noise."""
+        model, asked = self._gated_model(), self.args.cct_noise_steps
+        return choose_noise_steps(model, asked, by_callback=self._has_noise_callback())
+
+    def _has_noise_callback(self) -> bool:
+        callbacks = self.callback_handler.callbacks
+        return any(isinstance(callback, CCTNoiseCallback) for callback in callbacks)
 
     def _is_fsdp1(self) -> bool:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -166,7 +182,7 @@ class _GatedTraining(WritesModelCards):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`; without the gates, where their training is another."""
-        self._check_training(trains=True)  # here, a `model_init` has run
+        self._check_training()  # here, a `model_init` has run
         optimizer = super().create_optimizer(model)
         if self.mae_training in ("bcd", "expert"):
             keep_gates_out(optimizer, self.model if model is None else model)
@@ -225,8 +241,8 @@ class _GatedTraining(WritesModelCards):
         if not self._has_begun:
             self._has_begun = True
             self._begin_run(gated)
-        if self.args.cct_noise_steps is not None:
-            steps = noise_steps(self.args.cct_noise_steps, self.state.max_steps)
+        if self.cct_noise_steps is not None:
+            steps = noise_steps(self.cct_noise_steps, self.state.max_steps)
             set_cct_noise(gated, self.state.global_step, steps)
         epoch = self.args.gate_epoch(self._epoch, self.state.global_step)
         if self._descent is not None and self._descent.has_gate_steps(epoch):

@@ -281,7 +281,6 @@ def test_starts_from_a_checkpoint(arguments, tmp_path):
         ({"max_train_steps": 0}, "`max_train_steps` must be at least 1"),
         ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT"),
         ({"mae_training": "bcd"}, "mae_training='bcd' needs a model with MAE"),
-        ({"attention_type": "mha", "cct_budgets": [1, 0.5]}, "cct_noise_steps must be given"),
         ({"cct_noise_steps": 5}, "cct_noise_steps needs a model with CCT"),
         ({"resume_from_checkpoint": "nowhere"}, "`resume_from_checkpoint` must be .*nowhere"),
         ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be at least 1"),

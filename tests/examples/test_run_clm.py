@@ -281,7 +281,6 @@ def test_the_same_text_gives_the_same_tokenizer():
             {"generate_samples": 1, "do_eval": False},
             "`generate_samples` .*`do_predict` or `do_eval`",
         ),
-        ({"attention_type": "mha", "cct_budgets": [1, 0.5]}, "cct_noise_steps must be given"),
     ],
 )
 def test_arguments_that_cannot_work_are_errors(arguments, changes, message):

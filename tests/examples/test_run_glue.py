@@ -336,7 +336,6 @@ def test_checkpoint_that_numbers_the_classes_differently(run_glue, arguments, tm
         ({"mae_num_dropped_heads": 2}, r"`mae_num_dropped_heads` .*need `attention_type`"),
         ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT gates"),
         ({"cct_noise_steps": 5}, "cct_noise_steps needs a model with CCT"),
-        ({"attention_type": "mha", "cct_budgets": [1, 0.5]}, "cct_noise_steps must be given"),
         ({"mae_training": "bcd"}, "mae_training='bcd' needs a model with MAE"),
         ({"task_name": "rte"}, "`data_dir` must hold the folder RTE"),
     ],

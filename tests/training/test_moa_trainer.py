@@ -21,7 +21,12 @@ from training_runs import (
     trainer,
 )
 
-from hf_moa.training import MoaSeq2SeqTrainer, MoaTrainer, MoaTrainingArguments
+from hf_moa.training import (
+    CCTNoiseCallback,
+    MoaSeq2SeqTrainer,
+    MoaTrainer,
+    MoaTrainingArguments,
+)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -142,6 +147,23 @@ def test_noise_grows_with_the_steps(tmp_path):
     scales.clear()
     run("bert", model, tmp_path, max_steps=4, cct_noise_steps=0.5)
     assert scales == [0.0, 2.5, 5.0, 5.0]
+    scales.clear()
+    run("bert", model, tmp_path, max_steps=5)
+    assert scales == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_noise_is_left_to_a_callback(tmp_path):
+    model, scales = build("bert", cct_budgets=[1, 0.5]), []
+    module = model.bert.encoder.layer[0].attention.self.cct.control
+    model.register_forward_pre_hook(lambda *_: scales.append(float(module.noise_scale)))
+    made = trainer("bert", model, tmp_path, max_steps=3)
+    made.add_callback(CCTNoiseCallback(num_steps=1))
+    made.train()
+    assert made.cct_noise_steps is None
+    assert scales == [0.0, 5.0, 5.0]
+    made.args.cct_noise_steps = 2
+    with pytest.raises(ValueError, match="must be None beside a CCTNoiseCallback"):
+        made.train()
 
 
 def test_models_of_transformers_train_too(tmp_path):

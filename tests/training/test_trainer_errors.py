@@ -131,7 +131,6 @@ def test_batch_without_labels_is_told_apart(name, training, tmp_path):
             {"mae_training": "bcd"},
             "mae_training='expert'",
         ),
-        ({"cct_budgets": [1, 0.5]}, {"cct_noise_steps": None}, "cct_noise_steps must be given"),
         ({}, {"cct_noise_steps": 10}, "cct_noise_steps needs a model with CCT"),
         (
             {"attention_type": "mae"},
