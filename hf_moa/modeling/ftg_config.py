@@ -38,7 +38,9 @@ class FTGConfig(PeftConfig):
             Which gating modules to train, of those that the model has: the gates of MAE, the routers of
             MoA and of sparse feed-forward layers, the control networks of CCT.
         modules_to_save (`list[str]`, *optional*): further modules to train and save, such as a
-            classifier. With `task_type` "SEQ_CLS" or "TOKEN_CLS", PEFT adds the head by itself.
+            classifier. With `task_type` "SEQ_CLS" or "TOKEN_CLS", PEFT adds the head by itself. A CCT
+            model that was just converted needs "control_symbols" here, or no gate can tell one budget
+            from another.
         layers_to_transform (`int` or `list[int]`, *optional*): the layers to train; default: all. T5's
             encoder and decoder each count from 0.
         target_modules (`str` or `list[str]`, *optional*): names of the modules to train, in the place of

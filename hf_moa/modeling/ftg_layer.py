@@ -44,7 +44,9 @@ class FTGLayer(nn.Module, BaseTunerLayer):
         self.merged_adapters = []
         self._unmerged_base: list[nn.Module] = []  # in a list, so that it is no submodule
         self._active_adapter = adapter_name
-        self.in_features, self.out_features = _get_in_out_features(base_layer)
+        with warnings.catch_warnings():  # PEFT says of every gate that it does not know its kind
+            warnings.filterwarnings("ignore", "Unsupported layer type", UserWarning)
+            self.in_features, self.out_features = _get_in_out_features(base_layer)
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: FTGConfig) -> None:

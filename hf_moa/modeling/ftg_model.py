@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -55,7 +58,10 @@ class FTGModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """As in PEFT, once it is known what the adapter selects and that the model is its own."""
-        self._find_targets(model, self.peft_config[adapter_name], adapter_name)
+        config = self.peft_config[adapter_name]
+        self._find_targets(model, config, adapter_name)
+        if not config.inference_mode:
+            _warn_of_budgets_that_look_the_same(model, config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _find_targets(self, model: nn.Module, config: FTGConfig, adapter_name: str) -> None:
@@ -76,6 +82,17 @@ class FTGModel(BaseTuner):
                 f"The adapter {adapter_name!r} was made for another model: {found}. Load the base model "
                 "that it names, or train one for this model."
             )
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Refuse what other methods do here: a batch whose rows have adapters of their own."""
+        names = kwargs.get("adapter_names")
+        if names is not None:
+            raise ValueError(
+                f"FTG computes a batch with one adapter (got adapter_names={names!r}): split the batch, "
+                "and choose the adapter of each part with set_adapter."
+            )
+        yield
 
     def _prepare_adapter_config(self, peft_config: FTGConfig, model_config: dict) -> FTGConfig:
         return peft_config  # the modules are found already
@@ -172,6 +189,22 @@ def _output_projections(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if getattr(module, "output_projection", None) is not None
     ]
+
+
+def _warn_of_budgets_that_look_the_same(model: nn.Module, config: FTGConfig) -> None:
+    """Gates alone cannot tell budgets apart while the symbols that stand for them are all zero."""
+    trained = {*(config.modules_to_save or ()), *config.target_modules}
+    if any(name.split(".")[-1] == "control_symbols" for name in trained):
+        return
+    symbols = [m for n, m in model.named_modules() if n.split(".")[-1] == "control_symbols"]
+    weights = [symbol.weight for symbol in symbols if isinstance(symbol, nn.Embedding)]
+    if any(len(weight) > 1 and not weight.is_meta and not weight.any() for weight in weights):
+        warnings.warn(
+            "The control symbols of this CCT model are zero, as those of a converted checkpoint are: "
+            "gates that this adapter trains cannot tell budgets apart. Train the symbols, too: "
+            'FTGConfig(modules_to_save=["control_symbols"]).',
+            stacklevel=2,
+        )
 
 
 def _layer(name: str) -> int | None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -383,6 +384,33 @@ def test_two_active_adapters_are_an_error():
     model.base_model.set_adapter(["one", "two"])
     with pytest.raises(ValueError, match=r"one adapter at a time .*one, two"):
         predict("bert-lm", model)
+
+
+def test_a_batch_has_one_adapter():
+    model = adapted("bert-lm", "mae", adapter_name="one").eval()
+    model.add_adapter("two", FTGConfig())
+    with pytest.raises(ValueError, match=r"one adapter \(got adapter_names=\['one', 'two'\]\)"):
+        model(**CLASSES["bert-lm"].inputs(), adapter_names=["one", "two"])
+
+
+def test_budgets_of_a_converted_model_need_its_symbols(tmp_path):
+    def with_zero_symbols():
+        model = build("bert", cct_budgets=[1, 0.5])
+        torch.nn.init.zeros_(model.bert.cct.control_symbols.weight)
+        return model
+
+    with pytest.warns(UserWarning, match="cannot tell budgets apart"):
+        get_peft_model(with_zero_symbols(), FTGConfig())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*cannot tell budgets apart")
+        get_peft_model(build("bert", cct_budgets=[1, 0.5]), FTGConfig())
+        config = FTGConfig(modules_to_save=["control_symbols"])
+        model = get_peft_model(with_zero_symbols(), config)
+    run("bert", model, tmp_path, max_steps=3, learning_rate=0.1)
+    model.eval()
+    inputs = CLASSES["bert"].inputs()
+    with torch.no_grad():
+        assert not torch.equal(model(**inputs, budget=1).logits, model(**inputs, budget=0.5).logits)
 
 
 @each_backbone
