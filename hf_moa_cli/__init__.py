@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from . import analyze, benchmark, card, env, quickstart, upcycle
 
@@ -47,12 +48,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Version(argparse.Action):
+    """`--version`, which is looked up only where it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
+        try:
+            found = metadata.version("hf-moa")
+        except metadata.PackageNotFoundError:  # a checkout that is not installed
+            from hf_moa import __version__ as found
+        print(f"{parser.prog} {found}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-moa",
         description="BERT, GPT-2 and T5 whose attention is a mixture of heads and whose layers skip "
         "computation.",
         epilog="example: hf-moa quickstart",
+    )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print it and leave"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (quickstart, upcycle, analyze, benchmark, card, env):

@@ -124,6 +124,13 @@ def test_unknown_usage_exits_with_2(argv):
     assert exit_info.value.code == 2
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"hf-moa {hf_moa.__version__}\n"
+
+
 def test_env_as_json(capsys):
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -368,8 +375,9 @@ def test_benchmark_with_a_bad_option(gated_dir, capsys, options, expected):
     assert expected in error_of(capsys, "benchmark", gated_dir, *options)
 
 
-def test_module_is_the_same_command_and_its_reader_may_stop():
-    command = f"{sys.executable} -m hf_moa env | head -1"
+@pytest.mark.parametrize("module", ["hf_moa", "hf_moa.cli"])
+def test_module_is_the_same_command_and_its_reader_may_stop(module):
+    command = f"{sys.executable} -m {module} env | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("python: ")
     assert done.stderr == ""
