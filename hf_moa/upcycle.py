@@ -180,6 +180,8 @@ def _target_config(
             f"{config.attention_head_dim!r}). With another num_attention_heads, give "
             f"head_dim={head_dim}."
         )
+    if attention_type == "moa":
+        config.num_attention_experts, config.head_dim = config.attention_experts, head_dim
     return config
 
 

@@ -186,7 +186,8 @@ def test_tied_embeddings_stay_tied():
 def test_moa_starts_from_the_heads():
     source = source_of()
     model = upcycle(source, "moa")
-    assert (model.config.num_attention_heads, model.config.attention_experts) == (4, 8)
+    config = model.config
+    assert (config.num_attention_heads, config.num_attention_experts, config.head_dim) == (4, 8, 8)
     for plain, gated in zip(source.bert.encoder.layer, model.bert.encoder.layer, strict=True):
         plain_self, gated_self = plain.attention.self, gated.attention.self
         for expert in range(8):

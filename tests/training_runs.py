@@ -74,7 +74,6 @@ def trainer(name, model, folder, *, trainer_class=MoaTrainer, data=None, **argum
         "save_strategy": "no",
         "logging_strategy": "no",
         "disable_tqdm": True,
-        "cct_noise_steps": -1 if getattr(model.config, "has_cct", False) else None,
     }
     seq2seq = trainer_class.__name__ == "MoaSeq2SeqTrainer"
     arguments_class = MoaSeq2SeqTrainingArguments if seq2seq else MoaTrainingArguments

@@ -48,7 +48,7 @@ GATING_OUTPUT_FIELDS = (
 )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)  # it prints as its backbone's does
 class GatingConfig:
     """Fields shared by `MoaBertConfig`, `MoaGPT2Config` and `MoaT5Config`.
 

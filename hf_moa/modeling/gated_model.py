@@ -93,20 +93,20 @@ class GatedModel:
                 uniformly), each per sequence, or per position where causal; None for the mixture.
 
         Raises:
-            ValueError: unknown selection; no MAE attention in the model.
+            ValueError: unknown selection; one is given, and there is no MAE attention in the model.
         """
         if selection not in EXPERT_SELECTIONS:
             raise ValueError(f"selection must be 'argmax', 'random' or None (got {selection!r}).")
-        for mixture in self._mae_mixtures("set_expert_selection"):
+        for mixture in self._mae_mixtures("set_expert_selection", needed=selection is not None):
             mixture.selection = selection
 
     def set_budget(self, budget: float | None) -> None:
         """Use this compute budget wherever a call names none; None goes back to the default.
 
         Raises:
-            ValueError: the model has no CCT, or the budget is not in its list.
+            ValueError: a budget is given, and the model has no CCT, or not this one in its list.
         """
-        for control in self._budget_controls("set_budget"):
+        for control in self._budget_controls("set_budget", needed=budget is not None):
             control.choose(budget)
 
     def set_cct_execution(self, execution: str) -> None:
@@ -242,18 +242,18 @@ class GatedModel:
             )
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
-    def _mae_mixtures(self, caller: str) -> list[MixtureOfHeads]:
+    def _mae_mixtures(self, caller: str, *, needed: bool = True) -> list[MixtureOfHeads]:
         mixtures = [module for module in self.modules() if isinstance(module, MixtureOfHeads)]
-        if not mixtures:
+        if needed and not mixtures:
             raise ValueError(
                 f"{caller} needs attention_type='mae' (this model has "
                 f"attention_type={self.config.attention_type!r})."
             )
         return mixtures
 
-    def _budget_controls(self, caller: str) -> list[BudgetControl]:
+    def _budget_controls(self, caller: str, *, needed: bool = True) -> list[BudgetControl]:
         controls = [module for module in self.modules() if isinstance(module, BudgetControl)]
-        if not controls:
+        if needed and not controls:
             raise ValueError(f"{caller} needs a model with CCT; set cct_budgets in its config.")
         return controls
 

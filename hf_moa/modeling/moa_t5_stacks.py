@@ -51,7 +51,7 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
             budget: a number for both halves, or a pair `(encoder, decoder)`.
 
         Raises:
-            ValueError: the model has no CCT, or the budget is not in its list.
+            ValueError: a budget is given, and the model has no CCT, or not this one in its list.
         """
         for module in self.modules():
             if isinstance(module, MoaT5EncoderDecoder) and module.budgets is not None:

@@ -55,6 +55,12 @@ def test_budget_without_cct():
         model.set_cct_noise_scale(1.0)
 
 
+def test_what_switches_off_goes_with_every_model():
+    model = model_of()
+    model.set_budget(None)
+    model.set_expert_selection(None)
+
+
 @pytest.mark.parametrize("scale", [-1.0, float("nan"), float("inf")])
 def test_bad_noise_scale(scale):
     with pytest.raises(ValueError, match="scale"):

@@ -302,6 +302,9 @@ def test_one_budget_per_sequence(dtype):
     for b, budget in enumerate((0.5, 1.0, 0.33)):
         single = model(ids, attention_mask=mask, budget=budget).logits
         torch.testing.assert_close(mixed[b], single[b], atol=1e-6, rtol=0)
+    rounded = budgets.float().double()
+    if dtype is torch.float64:
+        assert torch.equal(model(ids, attention_mask=mask, budget=rounded).logits, mixed)
 
 
 def test_choices_of_an_example_share_its_budget():

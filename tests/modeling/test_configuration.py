@@ -21,6 +21,11 @@ def test_defaults_are_the_backbones(family):
     assert config.model_type == f"moa_{family.name}"
 
 
+def test_prints_every_field_as_the_backbones_do():
+    config = MoaBertConfig(attention_type="mae", hidden_size=96)
+    assert repr(config) == f"MoaBertConfig {config.to_json_string()}"
+
+
 def test_paper_names():
     config = MoaBertConfig(
         attention_type="moa", num_attention_heads=8, num_attention_experts=16, head_dim=128
