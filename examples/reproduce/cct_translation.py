@@ -6,7 +6,12 @@
   models whose heads and feed-forward layers have that share of the size, each trained by itself;
 - noise of the gates that grows over the run (the paper's) against noise that is constant from the second
   update on;
-- feed-forward layers in 4 parts (the paper's) against 2 and 1.
+- feed-forward layers in 4 parts (the paper's) against 2 and 1;
+- CCT from scratch, with the paper's extra norms.
+
+All models are trained for the same number of updates, in two stages: as plain models with Adafactor,
+then with AdamW; in between, the largest is converted for CCT (`hf_moa.upcycle`). The last variant has
+its gates from the start, and Adafactor for as many updates as the two stages have.
 
 BLEU, what was computed (of the part that gates can skip, and in all, control networks included), and in
 a phase of its own, which wants a machine that does nothing else, the time of a translation (`--phases
@@ -27,7 +32,7 @@ from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import layer_flops
 from runs import Results, Settings
-from scripts import Flags, budget_argument, merged, run_folder
+from scripts import Flags, budget_argument, run_folder
 from summaries import (
     at_budget,
     by_seed,
@@ -43,23 +48,28 @@ from hf_moa.markdown import table
 from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
-STEPS = 1_500
+PLAIN_STEPS, FURTHER_STEPS = 1_500, 1_000
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
 LATENCY_SENTENCES = 100
 LENGTHS = (16, 16)  # tokens of a sentence and of its translation, for operations and times
 
-CCT: Flags = {
+SAMPLED = (1, 1, *BUDGETS)  # the paper's 1 stands for half of the draws, too
+GATE_SIZE = 16  # an eighth of d, or the gates cost what they save
+# variant -> fields of the config, flags of the second stage
+GATED: dict[str, tuple[dict[str, int], Flags]] = {
+    "CCT": ({}, {"cct_noise_steps": -1}),
+    "CCT, constant noise": ({}, {"cct_noise_steps": 1}),
+    "CCT, 2 parts": ({"cct_num_ffn_splits": 2}, {"cct_noise_steps": -1}),
+    "CCT, 1 part": ({"cct_num_ffn_splits": 1}, {"cct_noise_steps": -1}),
+}
+FROM_SCRATCH = "CCT from scratch"
+FROM_SCRATCH_FLAGS: Flags = {
     "attention_type": "mha",
-    "config_overrides": {"cct_gate_hidden_size": 16},  # an eighth of d, or the gates cost what they save
-    "cct_budgets": (1, 1, *BUDGETS),  # the paper's 1 stands for half of the draws, too
+    "config_overrides": {"cct_gate_hidden_size": GATE_SIZE},
+    "cct_budgets": SAMPLED,
     "cct_noise_steps": -1,
 }
-GATED: dict[str, Flags] = {
-    "CCT": CCT,
-    "CCT, constant noise": {**CCT, "cct_noise_steps": 1},
-    "CCT, 2 parts": merged(CCT, {"config_overrides": {"cct_num_ffn_splits": 2}}),
-    "CCT, 1 part": merged(CCT, {"config_overrides": {"cct_num_ffn_splits": 1}}),
-}
+FURTHER: Flags = {"optim": "adamw", "learning_rate": 1e-3, "num_warmup_steps": 100}
 # share -> heads of 16 and width of the feed-forward layers
 PLAIN_SIZES = {1.0: (8, 512), 0.5: (4, 256), 0.33: (3, 160), 0.2: (2, 80)}
 PLAIN: dict[str, Flags] = {
@@ -69,11 +79,21 @@ PLAIN: dict[str, Flags] = {
     }
     for share, (heads, width) in PLAIN_SIZES.items()
 }
-VARIANTS = {**PLAIN, **GATED}
+LARGEST = next(iter(PLAIN))
+WITH_BUDGETS = (*GATED, FROM_SCRATCH)
+VARIANTS = (*PLAIN, *WITH_BUDGETS)
 
 
 def runs(results: Results) -> list[Settings]:
-    return [{"variant": variant, "steps": STEPS, "seed": seed} for seed in SEEDS for variant in VARIANTS]
+    return [
+        {"variant": variant, "steps": all_steps(), "seed": seed}
+        for seed in SEEDS
+        for variant in VARIANTS
+    ]
+
+
+def all_steps() -> int:
+    return PLAIN_STEPS + FURTHER_STEPS
 
 
 def latency_runs(results: Results) -> list[Settings]:
@@ -81,22 +101,48 @@ def latency_runs(results: Results) -> list[Settings]:
 
 
 def budgets_of(variant: str) -> tuple[float | None, ...]:
-    return BUDGETS if variant in GATED else (None,)
+    return BUDGETS if variant in WITH_BUDGETS else (None,)
 
 
 def trained_model(variant: str, seed: int, options: argparse.Namespace) -> Path:
     """The folder of a run's model, which is trained first if it is not there."""
-    folder = run_folder(options.models_dir, variant, seed)
-    train_translation(
+    train = partial(
+        train_translation,
         "multi30k",
-        VARIANTS[variant],
-        steps=STEPS,
         seed=seed,
         data_dir=options.data_dir,
         work_dir=options.models_dir,
-        folder=folder,
         evaluate=False,
     )
+    folder = run_folder(options.models_dir, variant, seed)
+    if variant == FROM_SCRATCH:
+        train(FROM_SCRATCH_FLAGS, steps=all_steps(), folder=folder)
+        return folder
+    plain = variant if variant in PLAIN else LARGEST
+    start = run_folder(Path(options.models_dir, "first"), plain, seed)
+    train(PLAIN[plain], steps=PLAIN_STEPS, folder=start)
+    further = FURTHER
+    if variant in GATED:
+        fields, flags = GATED[variant]
+        start = converted(start, fields, seed, Path(options.models_dir, "converted"))
+        further = FURTHER | flags
+    train(further, steps=FURTHER_STEPS, folder=folder, start=start)
+    return folder
+
+
+def converted(plain: Path, fields: dict[str, int], seed: int, parent: Path) -> Path:
+    """The folder of a plain checkpoint that has been given gates."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from hf_moa import upcycle
+
+    folder = run_folder(parent, "-".join(map(str, ["CCT", *fields.values()])), seed)
+    if not (folder / "tokenizer_config.json").is_file():
+        torch.manual_seed(seed)
+        gates = {"cct_budgets": list(SAMPLED), "cct_gate_hidden_size": GATE_SIZE}
+        upcycle(plain, **gates, **fields).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
     return folder
 
 
@@ -162,16 +208,16 @@ def report(results: Results, folder: Path) -> str:
     """Tables in Markdown; the figure is written to `folder`."""
     draw(results, folder / "bleu.svg")
     latency = latest(results, latency=LATENCY_SENTENCES)
-    full = bleus(results, next(iter(PLAIN)))
+    full = bleus(results, LARGEST)
     lines = []
     for variant in VARIANTS:
         for budget in budgets_of(variant):
             name = at_budget(variant, budget)
             found = bleus(results, variant, budget)
             compute = share_computed(results, variant, budget)
-            flops = by_seed(results, at_budget("flops", budget), variant=variant, steps=STEPS)
+            flops = by_seed(results, at_budget("flops", budget), variant=variant, steps=all_steps())
             time = f"{latency[name]:.2f}" if name in latency else "-"
-            apart = [] if variant == next(iter(PLAIN)) else differences(found, full)
+            apart = [] if variant == LARGEST else differences(found, full)
             cells = [with_deviation(found.values()), with_deviation(apart, sign=True)]
             operations = with_deviation((x / 1e6 for x in flops.values()), "{:.1f}")
             lines.append([name, compute, operations, *cells, time])
@@ -183,17 +229,17 @@ def report(results: Results, folder: Path) -> str:
         "paired difference to plain",
         "ms per sentence",
     ]
-    return f"{table(heads, lines)}\n\n{time_and_machine(results, steps=STEPS)}"
+    return f"{table(heads, lines)}\n\n{time_and_machine(results, steps=all_steps())}"
 
 
 def bleus(results: Results, variant: str, budget: float | None = None) -> dict[int, float]:
-    return by_seed(results, at_budget("bleu", budget), variant=variant, steps=STEPS)
+    return by_seed(results, at_budget("bleu", budget), variant=variant, steps=all_steps())
 
 
 def share_computed(results: Results, variant: str, budget: float | None) -> str:
     if budget is None:
         return ""
-    found = by_seed(results, f"compute at {budget:g}", variant=variant, steps=STEPS)
+    found = by_seed(results, f"compute at {budget:g}", variant=variant, steps=all_steps())
     return with_deviation(found.values(), "{:.2f}")
 
 
@@ -205,14 +251,14 @@ def draw(results: Results, path: Path) -> None:
         found = []
         for variant in variants:
             for budget in budgets_of(variant):
-                flops = by_seed(results, at_budget("flops", budget), variant=variant, steps=STEPS)
+                flops = by_seed(results, at_budget("flops", budget), variant=variant, steps=all_steps())
                 if flops:
                     x = mean_and_deviation(flops.values())[0] / 1e6
                     found.append((x, list(bleus(results, variant, budget).values())))
         return found
 
     draw_line(axis, points(PLAIN), 0, label="plain models, each trained by itself")
-    for style, variant in enumerate(GATED, 1):
+    for style, variant in enumerate(WITH_BUDGETS, 1):
         draw_line(axis, points([variant]), style, label=variant)
     axis.set_xlabel("MFLOPs per sentence, in the layers")
     axis.set_ylabel("BLEU")
@@ -226,7 +272,7 @@ EXPERIMENT = Experiment(
     report=report,
     needed={"models_dir": "where the models are kept, to be timed"},
     optional=DATA_DIR,
-    plan=lambda: [FLAGS, VARIANTS],
+    plan=lambda: [FLAGS, PLAIN, GATED, FROM_SCRATCH_FLAGS, FURTHER, PLAIN_STEPS, FURTHER_STEPS],
 )
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ SIZE = {
     "dropout_rate": 0.1,
 }
 CHECKPOINT_EVERY = 100  # updates; the last 5 are averaged
+OF_NEW_MODELS = ("model_type", "vocab_size", "config_overrides")  # flags
 
 FLAGS: Flags = {
     "model_type": "moa_t5",
@@ -51,6 +52,7 @@ def train_translation(
     data_dir: str,
     work_dir: str | Path,
     folder: str | Path,
+    start: str | Path | None = None,
     evaluate: bool = True,
 ) -> dict[str, Any]:
     """One run of `examples/run_translation_no_trainer.py`.
@@ -61,14 +63,19 @@ def train_translation(
         data_dir: of the corpora.
         work_dir: for corpora that have to be split.
         folder: for the model; a run that was cut off there goes on, one that ended is not made again.
+        start: folder of a model to train on; default: a new one.
         evaluate: on the test text, in the end.
 
     Returns:
         What the script measured, and the `files`.
     """
     files = CORPORA[corpus](data_dir, work_dir)
+    common = FLAGS
+    if start is not None:
+        common = {name: value for name, value in FLAGS.items() if name not in OF_NEW_MODELS}
+        common["model_name_or_path"] = start
     flags = {
-        **merged(FLAGS, flags),
+        **merged(common, flags),
         "train_source": files["train_source"],
         "train_target": files["train_target"],
         "max_train_steps": steps,

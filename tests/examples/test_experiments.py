@@ -125,14 +125,15 @@ def test_translation_specialisation_and_transfer(reproduce, data_dir, tmp_path, 
 def test_cct_translation(reproduce, data_dir, tmp_path, capsys):
     make_tiny(reproduce("translation_runs"))
     module = reproduce("cct_translation")
-    module.SEEDS, module.STEPS, module.LATENCY_SENTENCES = (1,), 3, 4
+    module.SEEDS, module.LATENCY_SENTENCES = (1,), 4
+    module.PLAIN_STEPS, module.FURTHER_STEPS = 3, 3
     for flags in module.PLAIN.values():
         flags["config_overrides"] |= {"num_heads": 2, "d_ff": 32}
     folders = ["--data_dir", data_dir, "--models_dir", str(tmp_path / "models")]
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main([*folders, "--results", str(results)])
     rows = rows_of(results)
-    assert len(rows) == 8 + 1
+    assert len(rows) == 9 + 1
     gated = next(row["measured"] for row in rows if row["settings"].get("variant") == "CCT")
     assert {f"bleu at {b}" for b in ("1", "0.5", "0.33", "0.2")} < gated.keys()
     assert 0 <= gated["compute at 0.2"] <= 1
