@@ -55,7 +55,9 @@ class _RunArguments:
         default="adamw",
         metadata={
             "help": "adamw, or adafactor (torch's), whose learning_rate is relative to the size of each "
-            "weight: for a T5 from random weights, whose embeddings are far larger than its others."
+            "weight: for a T5 from random weights, whose embeddings are far larger than its others. "
+            "(Not for a checkpoint converted to CCT: its gates and control symbols start at zero, and "
+            "would hardly move.)"
         },
     )
     weight_decay: float = field(
