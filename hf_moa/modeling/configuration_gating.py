@@ -141,6 +141,13 @@ class GatingConfig:
         except StrictDataclassError as error:
             raise ValueError(f"{type(self).__name__}: {error}") from error
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; fields in `kwargs`, which it sets last, are checked with the others."""
+        found = super().from_dict(config_dict, **kwargs)
+        (found[0] if isinstance(found, tuple) else found).validate_gating()
+        return found
+
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
@@ -162,7 +169,7 @@ class GatingConfig:
             raise ValueError(f"{type(self).__name__}.{name}: {error}") from error
 
     def validate_gating(self) -> None:
-        """Check every gating field. Called at construction and again when a model is built."""
+        """Check every gating field. Called at construction, after loading, and when a model is built."""
         _check_choice(self, "attention_type", ATTENTION_TYPES)
         _check_choice(self, "mae_gate_type", MAE_GATE_TYPES)
         _check_choice(self, "router_type", ROUTER_TYPES)

@@ -103,6 +103,16 @@ def test_bad_value_set_later_is_an_error_when_a_model_is_built(fields, name, val
             MoaBertModel(config)
 
 
+def test_bad_value_beside_a_directory_is_an_error(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="mae_num_dropped_heads"):
+        AutoConfig.from_pretrained(tmp_path, attention_type="mae", mae_num_dropped_heads=9)
+    config, unused = AutoConfig.from_pretrained(
+        tmp_path, attention_type="mae", unknown=1, return_unused_kwargs=True
+    )
+    assert (config.attention_type, unused) == ("mae", {"unknown": 1})
+
+
 @each_family
 def test_config_of_a_plain_directory_is_a_gated_one(family, tmp_path):
     family.plain_config_class(**family.tiny).save_pretrained(tmp_path)
