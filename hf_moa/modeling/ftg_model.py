@@ -193,8 +193,9 @@ def _output_projections(model: nn.Module) -> list[str]:
 
 def _warn_of_budgets_that_look_the_same(model: nn.Module, config: FTGConfig) -> None:
     """Gates alone cannot tell budgets apart while the symbols that stand for them are all zero."""
-    trained = {*(config.modules_to_save or ()), *config.target_modules}
-    if any(name.split(".")[-1] == "control_symbols" for name in trained):
+    chosen = (config.modules_to_save, config.target_modules)
+    names = [name for each in chosen for name in ([each] if isinstance(each, str) else each or [])]
+    if "cct" not in config.gates or any(name.split(".")[-1] == "control_symbols" for name in names):
         return
     symbols = [m for n, m in model.named_modules() if n.split(".")[-1] == "control_symbols"]
     weights = [symbol.weight for symbol in symbols if isinstance(symbol, nn.Embedding)]

@@ -241,9 +241,9 @@ class _GatedTraining(WritesModelCards):
         if not self._has_begun:
             self._has_begun = True
             self._begin_run(gated)
-        if self.cct_noise_steps is not None:
-            steps = noise_steps(self.cct_noise_steps, self.state.max_steps)
-            set_cct_noise(gated, self.state.global_step, steps)
+        steps = self.cct_noise_steps
+        if steps is not None:
+            set_cct_noise(gated, self.state.global_step, noise_steps(steps, self.state.max_steps))
         epoch = self.args.gate_epoch(self._epoch, self.state.global_step)
         if self._descent is not None and self._descent.has_gate_steps(epoch):
             self._gate_step(model, batches, num_items)
