@@ -45,8 +45,10 @@ class Results:
             )
 
     def find(self, **settings: Any) -> list[dict]:
-        """The runs that have these settings, whatever their others are."""
-        return [row for row in self.rows if settings.items() <= row["settings"].items()]
+        """The runs that have these settings, whatever their others are; None for those without one."""
+        return [
+            row for row in self.rows if all(row["settings"].get(k) == v for k, v in settings.items())
+        ]
 
     def has(self, settings: Settings) -> bool:
         return any(row["settings"] == settings for row in self.rows)
