@@ -57,17 +57,16 @@ SAMPLED = (1, 1, *BUDGETS)  # the paper's 1 stands for half of the draws, too
 GATE_SIZE = 16  # an eighth of d, or the gates cost what they save
 # variant -> fields of the config, flags of the second stage
 GATED: dict[str, tuple[dict[str, int], Flags]] = {
-    "CCT": ({}, {"cct_noise_steps": -1}),
+    "CCT": ({}, {}),
     "CCT, constant noise": ({}, {"cct_noise_steps": 1}),
-    "CCT, 2 parts": ({"cct_num_ffn_splits": 2}, {"cct_noise_steps": -1}),
-    "CCT, 1 part": ({"cct_num_ffn_splits": 1}, {"cct_noise_steps": -1}),
+    "CCT, 2 parts": ({"cct_num_ffn_splits": 2}, {}),
+    "CCT, 1 part": ({"cct_num_ffn_splits": 1}, {}),
 }
 FROM_SCRATCH = "CCT from scratch"
 FROM_SCRATCH_FLAGS: Flags = {
     "attention_type": "mha",
     "config_overrides": {"cct_gate_hidden_size": GATE_SIZE},
     "cct_budgets": SAMPLED,
-    "cct_noise_steps": -1,
 }
 FURTHER: Flags = {"optim": "adamw", "learning_rate": 1e-3, "num_warmup_steps": 100}
 # share -> heads of 16 and width of the feed-forward layers

@@ -76,6 +76,7 @@ VARIANTS: dict[str, dict[str, Flags]] = {
     "wikitext-103": SCALING,
     "multi30k": TRANSLATION,
 }
+OF_MASKED = ("wikitext-2", "wikitext-103")  # corpora
 MASKED: Flags = {
     "model_type": "moa_bert",
     "vocab_size": 4096,
@@ -168,7 +169,7 @@ def report(results: Results, folder: Path) -> str:
     perplexity = Column("perplexity", "perplexity", "{:.2f}", paired=True)
     bleu = Column("BLEU", "bleu", "{:.2f}", paired=True)
     parts = []
-    for corpus in ("wikitext-2", "wikitext-103"):
+    for corpus in OF_MASKED:
         parts += [
             f"### Masked language models of {corpus}",
             table_of(results, corpus, SCALING, [*size, perplexity, LOAD_MAX]),
@@ -192,9 +193,8 @@ def table_of(results: Results, corpus: str, variants: Iterable[str], columns: Se
 
 def draw(results: Results, path: Path) -> None:
     """Perplexity against the number of experts."""
-    corpora = ("wikitext-2", "wikitext-103")
-    figure, axes = panels(len(corpora))
-    for axis, corpus in zip(axes, corpora, strict=True):
+    figure, axes = panels(len(OF_MASKED))
+    for axis, corpus in zip(axes, OF_MASKED, strict=True):
         find = partial(by_seed, results, "perplexity", corpus=corpus, steps=STEPS)
         base = list(find(variant="MHA").values())
         points = [(n, list(find(variant=f"MoA 8 of {n}").values())) for n in EXPERTS]
