@@ -15,13 +15,17 @@ from transformers import default_data_collator
 
 def mean_over_labels(
     accelerator: Accelerator, model: nn.Module, loader: Iterable, shifts_labels: bool
-) -> tuple[float, int]:
-    """Mean cross-entropy over the labels of all processes' batches, and their number."""
-    rows = []
+) -> dict[str, float]:
+    """The mean cross-entropy over the labels of all processes' batches, `eval_loss`, and their number,
+    `eval_tokens`; of a model with CCT also its `compute_fraction`, the mean over sequences."""
+    rows, fractions = [], []
     for batch in loader:
         with torch.no_grad():
-            logits = model(**batch).logits.float()
-        labels = batch["labels"]
+            outputs = model(**batch)
+        logits, labels = outputs.logits.float(), batch["labels"]
+        fraction = getattr(outputs, "compute_fraction", None)
+        if fraction is not None:
+            fractions.append(accelerator.gather_for_metrics(fraction).cpu())
         if shifts_labels:
             logits, labels = logits[:, :-1], labels[:, 1:]
         losses = nn.functional.cross_entropy(
@@ -33,7 +37,10 @@ def mean_over_labels(
     total, count = torch.cat(rows).sum(dim=0).tolist()
     if not count:
         raise ValueError("The validation data must have labels (got none to predict).")
-    return total / count, int(count)
+    found = {"eval_loss": total / count, "eval_tokens": int(count)}
+    if fractions:
+        found["compute_fraction"] = torch.cat(fractions).double().mean().item()
+    return found
 
 
 def perplexity_of(
@@ -53,8 +60,8 @@ def perplexity_of(
     )
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        loss, tokens = mean_over_labels(accelerator, model, loader, shifts_labels)
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        return {"eval_loss": loss, "perplexity": perplexity, "eval_tokens": tokens}
+        found = mean_over_labels(accelerator, model, loader, shifts_labels)
+        loss = found["eval_loss"]
+        return {**found, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     return evaluate

@@ -21,10 +21,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate_arguments import AccelerateArguments
-from accelerate_checkpoints import Progress, checkpoint_to_resume, find_checkpoints
+from accelerate_checkpoints import (
+    Progress,
+    average_checkpoints,
+    check_averaging,
+    checkpoint_to_resume,
+    find_checkpoints,
+    progress_of,
+)
 from accelerate_optimizers import make_optimizer
+from accelerate_results import About, RunResults, TrainingLog, at_budget
 from accelerate_sampling import EpochsGroupedByLength
-from safetensors.torch import load_file
 from text_training import IGNORE_INDEX
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -75,6 +82,7 @@ class GatedTraining:
         collate: rows -> batch, with `labels`.
         evaluate: model -> metrics, with its process's part of the work; called on all together.
         lengths: tokens of each row, where rows have several lengths and are padded.
+        about: the model, for its card.
     """
 
     def __init__(
@@ -87,10 +95,14 @@ class GatedTraining:
         collate: Callable[[list], dict],
         evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
         lengths: list[int] | None = None,
+        *,
+        about: About,
     ):
         self.accelerator, self.args, self.tokenizer = accelerator, args, tokenizer
         self.train_dataset, self.evaluate = train_dataset, evaluate
-        self.output_dir = Path(args.output_dir)
+        self.about, self.output_dir = about, Path(args.output_dir)
+        self.training_log = TrainingLog(self.output_dir)
+        self.budget_rows: list[dict[str, Any]] = []
         self.mae_training = _mae_training(args, model, accelerator)
         check_noise_steps(model, args.cct_noise_steps)
         self.noise_steps = choose_noise_steps(model, args.cct_noise_steps)
@@ -130,7 +142,12 @@ class GatedTraining:
         )
         accelerator.register_for_checkpointing(self.scheduler)
         self.descent = prepare_gates(self.gated, args, self.mae_training)
-        self._check_averaging(updates_per_epoch)
+        check_averaging(
+            args,
+            updates=self.max_steps,
+            updates_per_epoch=updates_per_epoch,
+            distributed_type=accelerator.distributed_type,
+        )
         self.statistics = StepStatistics()
         self.shifts_labels = getattr(self.gated, "loss_type", None) == "ForCausalLM"
         if args.with_tracking:
@@ -179,7 +196,7 @@ class GatedTraining:
                     bar.update()
                     self._log(bar)
                     if args.eval_steps is not None and progress.step % args.eval_steps == 0:
-                        self._evaluate()
+                        self._evaluate_on_the_way()
                     if self._is_checkpoint(progress.step):
                         self._save(f"step_{progress.step}")
                     if progress.step >= self.max_steps:
@@ -190,14 +207,15 @@ class GatedTraining:
                 if args.checkpointing_steps == "epoch":
                     self._save(f"epoch_{progress.epoch}")
                 if args.eval_steps is None and progress.step < self.max_steps:
-                    self._evaluate()
+                    self._evaluate_on_the_way()
         finally:
             bar.close()
             if self.descent is not None:
                 self.descent.finish()
         self._write_model(self.output_dir)  # before anything else can go wrong
         if args.average_checkpoints:
-            self._average_checkpoints()
+            last = find_checkpoints(self.output_dir)[-args.average_checkpoints :]
+            average_checkpoints(self.gated, last)
             self._write_model(self.output_dir)
         metrics = self._evaluate()
         self._write_results(metrics)
@@ -349,13 +367,16 @@ class GatedTraining:
         bar.set_postfix(loss=f"{logs['loss']:.3f}", tokens_per_s=f"{logs['tokens_per_second']:,.0f}")
         self.accelerator.log(logs, step=step)
         if self.accelerator.is_main_process:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-            with (self.output_dir / "log.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **logs}) + "\n")
+            self.training_log.append(step, logs)
 
     def _count_tokens(self) -> None:
         self.progress.tokens += int(self._sum(self.tokens.cpu()))
         self.tokens = torch.zeros_like(self.tokens)
+
+    def _evaluate_on_the_way(self) -> None:
+        metrics = self._evaluate()
+        if metrics and self.accelerator.is_main_process:
+            self.training_log.append(self.progress.step, {"epoch": self.progress.epoch, **metrics})
 
     def _evaluate(self) -> dict[str, float]:
         """Metrics; of a CCT model, at each of its budgets."""
@@ -374,13 +395,12 @@ class GatedTraining:
         budgets = distinct_budgets(self.gated.config)
         if not budgets:
             return self.evaluate(self.model)
-        metrics = {}
+        metrics, self.budget_rows = {}, []
         for budget in budgets:
             self.gated.set_budget(budget)
-            values = budget if isinstance(budget, tuple) else (budget,)
-            name = "_".join(f"{value:g}" for value in values)
             found = self.evaluate(self.model)
-            metrics |= {f"{key}_at_{name}": value for key, value in found.items()}
+            self.budget_rows.append({"budget": budget, **found})
+            metrics |= {at_budget(name, budget): value for name, value in found.items()}
         self.gated.set_budget(None)
         return metrics
 
@@ -418,62 +438,17 @@ class GatedTraining:
         self.seconds_elsewhere += time.perf_counter() - began
 
     def _resume(self) -> None:
-        log = self.output_dir / "log.jsonl"
         folder = checkpoint_to_resume(self.args)
         if folder is None:
             if self.accelerator.is_main_process:
-                log.unlink(missing_ok=True)
+                self.training_log.remove()
             return
-        found = Progress(**json.loads((folder / "progress.json").read_text()))
-        found.rows_per_update = tuple(found.rows_per_update)
-        if found.rows_per_update != self.progress.rows_per_update:
-            raise ValueError(
-                "`per_device_train_batch_size`, `gradient_accumulation_steps` and the number of "
-                f"processes must be those of the run to resume, {found.rows_per_update} (got "
-                f"{self.progress.rows_per_update}): otherwise its place in the data is lost."
-            )
-        if found.seed is None:  # an older checkpoint
-            found.seed = self.args.seed
-        for name in ("seed", "train_sampling_strategy"):
-            then, now = getattr(found, name), getattr(self.args, name)
-            if then != now:
-                raise ValueError(
-                    f"`{name}` must be that of the run to resume, {then} (got {now}): the order of the "
-                    "data follows from it."
-                )
+        found = progress_of(folder, self.progress)
         self.accelerator.load_state(str(folder))
         self.progress = found
-        if self.accelerator.is_main_process and log.is_file():  # what comes after will come again
-            kept = [line for line in log.read_text().splitlines() if _step_of(line) <= found.step]
-            log.write_text("".join(f"{line}\n" for line in kept))
+        if self.accelerator.is_main_process:
+            self.training_log.cut(found.step)
         logger.info(f"Resuming from {folder}.")
-
-    def _check_averaging(self, updates_per_epoch: int) -> None:
-        """Raise a ValueError where there will not be as many checkpoints as are to be averaged."""
-        wanted, every = self.args.average_checkpoints, self.args.checkpointing_steps
-        if not wanted:
-            return
-        made = self.max_steps // (updates_per_epoch if every == "epoch" else int(every))
-        if made < wanted:
-            raise ValueError(
-                f"`average_checkpoints` must be at most {made}, the checkpoints that "
-                f"`checkpointing_steps` {every} makes in {self.max_steps} updates (got {wanted})."
-            )
-        if self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-            raise ValueError(
-                "`average_checkpoints` needs checkpoints that each hold the whole model, which those of "
-                f"{self.accelerator.distributed_type.value} do not (got {wanted})."
-            )
-
-    def _average_checkpoints(self) -> None:
-        last = find_checkpoints(self.output_dir)[-self.args.average_checkpoints :]
-        logger.info(f"Averaging {', '.join(folder.name for folder in last)}.")
-        states = [load_file(folder / "model.safetensors") for folder in last]
-        for name, tensor in self.gated.state_dict().items():
-            if name in states[0] and tensor.is_floating_point():
-                mean = sum(state[name].double() for state in states) / len(states)
-                with torch.no_grad():
-                    tensor.copy_(mean)
 
     def _write_model(self, folder: Path) -> None:
         state = self.accelerator.get_state_dict(self.model)
@@ -484,12 +459,21 @@ class GatedTraining:
 
     def _write_results(self, metrics: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
-            results = {**metrics, **asdict(self.progress)}
-            (self.output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n")
+            results = RunResults(
+                args=self.args,
+                about=self.about,
+                config=self.gated.config,
+                progress=self.progress,
+                num_rows=len(self.train_dataset),
+                metrics=metrics,
+                budget_rows=self.budget_rows,
+                mixed_precision=self.accelerator.mixed_precision,
+                mae_training=self.mae_training,
+                noise_steps=self.noise_steps,
+            )
+            results.write()
             if self.args.push_to_hub:
-                name = self.args.hub_model_id or self.output_dir.absolute().name
-                for each in (self.gated, self.tokenizer):
-                    each.push_to_hub(name, token=self.args.hub_token, private=self.args.hub_private_repo)
+                results.push()
         self.accelerator.wait_for_everyone()
 
 
@@ -499,14 +483,6 @@ def _mae_training(args: AccelerateArguments, model: nn.Module, accelerator: Acce
     in_turns = accelerator.distributed_type != DistributedType.DEEPSPEED
     check_mae_training(model, args.mae_training, chosen=chosen, engine=None if in_turns else "DeepSpeed")
     return chosen
-
-
-def _step_of(line: str) -> float:
-    """The update that a line of the log is about; of one that a kill cut short, none that was."""
-    try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
-        return math.inf
 
 
 def _num_tokens(batch: dict) -> torch.Tensor | int:

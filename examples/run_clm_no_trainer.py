@@ -15,7 +15,7 @@ On several GPUs: `accelerate launch --config_file examples/accelerate/ddp.yaml` 
 run that was killed goes on from its last whole checkpoint, bit for bit, when it is started again.
 
 Text is packed into blocks without padding. Results: `all_results.json` (perplexity; of a CCT model at
-each budget), `log.jsonl`, the model and tokenizer in `output_dir`.
+each budget), `log.jsonl`, the model, its card (README.md) and its tokenizer in `output_dir`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from accelerate_arguments import AccelerateArguments, make_accelerator
 from accelerate_checkpoints import checkpoint_to_resume
 from accelerate_evaluation import perplexity_of
+from accelerate_results import About
 from accelerate_training import GatedTraining
 from gating_arguments import GatingArguments, check_budgets, optional
 from text_blocks import (
@@ -84,6 +85,12 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         blocks["train"],
         default_data_collator,
         evaluate,
+        about=About(
+            task="text-generation",
+            start=model_args.model_name_or_path,
+            dataset=data_args.dataset_name,
+            dataset_config=data_args.dataset_config_name,
+        ),
     )
     return training.train()
 

@@ -17,8 +17,8 @@ run that was killed goes on from its last whole checkpoint, bit for bit, when it
 
 Text is packed into sequences without padding, or each line is one (`--line_by_line`); which tokens are
 masked follows from the seed, the epoch and the place of the sequence. Results: `all_results.json`
-(perplexity of masked tokens; of a CCT model at each budget), `log.jsonl`, the model and tokenizer in
-`output_dir`.
+(perplexity of masked tokens; of a CCT model at each budget), `log.jsonl`, the model, its card
+(README.md) and its tokenizer in `output_dir`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 from accelerate_arguments import AccelerateArguments, make_accelerator
 from accelerate_checkpoints import checkpoint_to_resume
 from accelerate_evaluation import perplexity_of
+from accelerate_results import About
 from accelerate_training import GatedTraining
 from gating_arguments import GatingArguments, check_budgets
 from text_blocks import SplitTextArguments, encode, load_splits, token_fields
@@ -210,6 +211,12 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         collate,
         evaluate,
         lengths=sets["train"].lengths if has_lengths else None,
+        about=About(
+            task="fill-mask",
+            start=model_args.model_name_or_path,
+            dataset=data_args.dataset_name,
+            dataset_config=data_args.dataset_config_name,
+        ),
     )
     return training.train()
 

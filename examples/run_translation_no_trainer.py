@@ -18,7 +18,7 @@ On several GPUs: `accelerate launch --config_file examples/accelerate/ddp.yaml`.
 goes on from its last whole checkpoint, bit for bit, when it is started again.
 
 Results: `all_results.json` (BLEU with sacreBLEU's signature in the log; of a CCT model at each budget),
-`log.jsonl`, the model and tokenizer in `output_dir`.
+`log.jsonl`, the model, its card (README.md) and its tokenizer in `output_dir`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 from accelerate_arguments import AccelerateArguments, make_accelerator
 from accelerate_checkpoints import checkpoint_to_resume
 from accelerate_evaluation import mean_over_labels
+from accelerate_results import About
 from accelerate_training import GatedTraining
 from gating_arguments import GatingArguments, check_budgets, optional
 from parallel_text import (
@@ -111,9 +112,9 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         )
 
         def evaluate(model) -> dict[str, float]:
-            loss, tokens = mean_over_labels(accelerator, model, loader, shifts_labels=False)
+            losses = mean_over_labels(accelerator, model, loader, shifts_labels=False)
             if metric is None:
-                return {"eval_loss": loss, "eval_tokens": tokens}
+                return losses
             translations, references = [], []
             for batch in loader:
                 with torch.no_grad():
@@ -129,7 +130,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
                     found.extend(accelerator.gather_for_metrics(each).cpu().numpy())
             bleu = metric(EvalPrediction(_padded(translations), _padded(references)))
             logger.info(f"sacreBLEU: {metric.signature}")
-            return {"eval_loss": loss, "eval_tokens": tokens, **bleu}
+            return {**losses, **bleu}
 
     training = GatedTraining(
         accelerator,
@@ -140,6 +141,12 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         collate,
         evaluate,
         lengths=None if data_args.pad_to_max_length else list(sets["train"]["num_tokens"]),
+        about=About(
+            task="translation",
+            start=model_args.model_name_or_path,
+            dataset=data_args.dataset_name,
+            dataset_config=data_args.dataset_config_name,
+        ),
     )
     return training.train()
 

@@ -224,9 +224,11 @@ def _training_sections(training: TrainingFacts) -> dict[str, str]:
 
 
 def _budgets_in_words(rows: Sequence[Mapping[str, Any]], measured_on: str | None) -> str:
-    on = f" on {measured_on}" if measured_on else ""
-    return (
-        f"Measured with `hf_moa.training.evaluate_budgets`{on}. Compute fraction: share of the gated "
-        "computation that was carried out. Seconds: one pass over the evaluation data, loading "
-        f"included. Speed-up: over the largest budget.\n\n{budget_table(rows)}"
-    )
+    text = "Compute fraction: share of the gated computation that was carried out."
+    if any("seconds" in row for row in rows):
+        on = f" on {measured_on}" if measured_on else ""
+        text = (
+            f"Measured with `hf_moa.training.evaluate_budgets`{on}. {text} Seconds: one pass over the "
+            "evaluation data, loading included. Speed-up: over the largest budget."
+        )
+    return f"{text}\n\n{budget_table(rows)}"

@@ -31,8 +31,10 @@ def checkpoint_card(
     license: str | None = None,
     base_model: str | None = None,
     datasets: Sequence[str] = (),
-    metrics: str | Path | None = None,
-    budgets: str | Path | None = None,
+    task: str | None = None,
+    metrics: str | Path | Mapping[str, float] | None = None,
+    budgets: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    training: TrainingFacts | None = None,
     old: ModelCard | None = None,
     adapter: Adapter | None = None,
     expert_load: Mapping[str, Sequence[Sequence[float]]] | None = None,
@@ -49,8 +51,11 @@ def checkpoint_card(
         base_model: id on the Hub. Default: that of the old card; of an adapter, the base that it names.
         datasets: ids on the Hub. Default: those of the old card. The results in the metadata are on the
             data set, where there is one.
-        metrics: JSON file of metrics by name, in the place of those beside the checkpoint.
-        budgets: JSON file of the rows that `evaluate_budgets` returned.
+        task: what the model does, in the Hub's words. Default: that of the old card, or of the class.
+        metrics: by name, or a JSON file of them, in the place of those beside the checkpoint.
+        budgets: the rows that `evaluate_budgets` returned, or a JSON file of them.
+        training: how these very weights were made: what the old card says of others' results is gone.
+            Default: what trainer_state.json tells, or else the old card.
         old: the card to take what is not known from. Default: README.md of the folder.
         adapter: the adapter in the folder. Default: what adapter_config.json says; its base's
             configuration is read from where it is, which may be the Hub.
@@ -79,7 +84,7 @@ def checkpoint_card(
     log = state.get("log_history") or []
     datasets = list(datasets) or _listed(known and known.datasets)
     model_class = class_of(config, model_class)
-    task = (known and known.pipeline_tag) or task_of(config, model_class)
+    task = task or (known and known.pipeline_tag) or task_of(config, model_class)
     data = _evaluated(datasets, known.eval_results if known and known.eval_results else [])
     found = _metrics(folder, metrics) or _logged_metrics(state)
     card = model_card(
@@ -91,7 +96,8 @@ def checkpoint_card(
         datasets=datasets,
         task=task,
         results=eval_results(found, task=task, data=data),
-        training=TrainingFacts(
+        training=training
+        or TrainingFacts(
             data=tuple(map(_data, datasets)),
             hyperparameters={} if _tells_hyperparameters(old) else _hyperparameters(state),
             history=history_of(log),
@@ -103,7 +109,7 @@ def checkpoint_card(
         expert_load=expert_load,
         expert_load_of=expert_load_of,
     )
-    return merged_card(card, old, same_weights=True)
+    return merged_card(card, old, same_weights=training is None)
 
 
 def _config(folder: Path) -> GatingConfig:
@@ -129,14 +135,14 @@ def _has(folder: Path, name: str) -> bool:
     return (folder / name).is_file()
 
 
-def _metrics(folder: Path, given: str | Path | None) -> list[tuple]:
+def _metrics(folder: Path, given: str | Path | Mapping[str, float] | None) -> list[tuple]:
     if given is not None:
-        entries = read_object(Path(given))
+        entries = given if isinstance(given, Mapping) else read_object(Path(given))
         wrong = [name for name, value in entries.items() if as_number(value) is None]
         found = named_metrics(entries)
         if wrong or not found:
             raise ValueError(
-                f"{given} must hold metrics by name, each a number, such as "
+                f"{_source(given, 'metrics')} must hold metrics by name, each a number, such as "
                 f'{{"accuracy": 0.9}} (got {"no number for " + ", ".join(wrong) if wrong else "none"}).'
             )
         return found
@@ -156,19 +162,28 @@ def _logged_metrics(state: Mapping[str, Any]) -> list[tuple]:
     return final_metrics(log or [], step=step)
 
 
-def _budget_rows(folder: Path, given: str | Path | None) -> list[Mapping[str, Any]]:
+def _budget_rows(
+    folder: Path, given: str | Path | Sequence[Mapping[str, Any]] | None
+) -> Sequence[Mapping[str, Any]]:
     if given is None:
         files = sorted(folder.glob("budget_results*.json"))
         if len(files) != 1:  # of several data sets
             return []
         given = files[0]
-    rows = read_json(Path(given))
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+    is_file = isinstance(given, (str, Path))
+    rows = read_json(Path(given)) if is_file else list(given)
+    is_list = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    if not is_list or (is_file and not rows):
         raise ValueError(
-            f"{given} must hold a list of the rows that `evaluate_budgets` returned (got "
-            f"{json.dumps(rows)[:60]})."
+            f"{_source(given, 'budgets')} must hold a list of the rows that `evaluate_budgets` returned "
+            f"(got {json.dumps(rows)[:60]})."
         )
     return rows
+
+
+def _source(given: Any, name: str) -> Any:
+    """What to call it in an error: a file by its path."""
+    return given if isinstance(given, (str, Path)) else f"`{name}`"
 
 
 def _data(name: str) -> DataUsed:

@@ -12,6 +12,8 @@ from huggingface_hub import EvalResult
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from hf_moa.environment import version_of
+
 # What `Trainer` logs beside the metrics of an evaluation.
 _SPEED_SUFFIXES = (
     "_runtime",
@@ -22,9 +24,12 @@ _SPEED_SUFFIXES = (
     "_jit_compilation_time",
 )
 _NO_METRICS = ("epoch", "step", "total_flos", "trainable_parameters", "num_input_tokens_seen")
+# What the Accelerate scripts write beside them: where the run ended.
+_NO_METRICS += ("seed", "tokens", "batches_in_epoch", "eval_tokens")
 _PREFIXES = ("eval", "test", "predict")
 # The Hub's names of metrics, where they differ.
 _METRIC_TYPES = {"pearson": "pearsonr"}
+_ACRONYMS = {"bleu": "BLEU"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,20 @@ class TrainingFacts:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     history: tuple[Mapping[str, Any], ...] = ()
+
+
+def package_versions(*, is_adapter: bool = False) -> dict[str, str]:
+    """Package -> installed version, of those that a training run depends on."""
+    packages = {
+        "hf_moa": "hf-moa",
+        "PEFT": "peft" if is_adapter else None,
+        "Transformers": "transformers",
+        "PyTorch": "torch",
+        "Datasets": "datasets",
+        "Tokenizers": "tokenizers",
+    }
+    found = {name: version_of(package) for name, package in packages.items() if package}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def is_hub_id(name: str | None) -> bool:
@@ -137,7 +156,7 @@ def eval_results(
     data = data or DataUsed(use="evaluation")
     results = []
     for prefix, name, value in metrics:
-        shown = name.replace("_", " ")
+        shown = _ACRONYMS.get(name, name).replace("_", " ")
         part = prefix.removeprefix("eval").strip("_")
         results.append(
             EvalResult(

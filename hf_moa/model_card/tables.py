@@ -50,7 +50,7 @@ def budget_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
     Args:
         rows: as `evaluate_budgets` returns them, or as they come back from JSON. The speed-up is that
-            over the largest budget.
+            over the largest budget; both its columns are left out where no time was taken.
 
     Raises:
         ValueError: a row has no budget, or one that is no number or pair of numbers.
@@ -58,6 +58,7 @@ def budget_table(rows: Sequence[Mapping[str, Any]]) -> str:
     sizes = [_size(row) for row in rows]
     slowest = rows[sizes.index(max(sizes))].get("seconds")
     names = dict.fromkeys(key for row in rows for key in row)
+    times = ["seconds", "speed-up"] if "seconds" in names else []
     measured = ("budget", "compute_fraction", "seconds")
     metrics = [name for name in names if name not in measured]
     shown = []
@@ -66,11 +67,10 @@ def budget_table(rows: Sequence[Mapping[str, Any]]) -> str:
         faster = f"{slowest / seconds:.2f}x" if slowest and seconds else None
         budget = row["budget"]
         budget = ", ".join(map(cell, budget)) if isinstance(budget, (list, tuple)) else budget
-        shown.append(
-            [budget, row.get("compute_fraction"), *(row.get(name) for name in metrics), seconds, faster]
-        )
+        values = [budget, row.get("compute_fraction"), *(row.get(name) for name in metrics)]
+        shown.append([*values, *([seconds, faster] if times else [])])
     titles = [name.removeprefix("eval_").replace("_", " ") for name in metrics]
-    return table(["budget", "compute fraction", *titles, "seconds", "speed-up"], shown)
+    return table(["budget", "compute fraction", *titles, *times], shown)
 
 
 def _size(row: Mapping[str, Any]) -> float:

@@ -13,12 +13,20 @@ from transformers import Trainer, TrainingArguments
 from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.utils import logging
 
-from hf_moa.environment import environment, version_of
+from hf_moa.environment import environment
 
 from .adapter import peft_method, with_names
 from .card import model_card
 from .existing import base_on_hub, merged_card, read_card, write_card
-from .facts import DataUsed, TrainingFacts, eval_results, hub_name, is_hub_id, named_metrics
+from .facts import (
+    DataUsed,
+    TrainingFacts,
+    eval_results,
+    hub_name,
+    is_hub_id,
+    named_metrics,
+    package_versions,
+)
 from .loading import class_of, task_of
 
 logger = logging.get_logger(__name__)
@@ -108,7 +116,7 @@ def trainer_card(
         training=TrainingFacts(
             data=tuple(training),
             hyperparameters=_hyperparameters(trainer),
-            versions=_versions(is_adapter=method is not None),
+            versions=package_versions(is_adapter=method is not None),
             history=history_of(trainer.state.log_history),
         )
         if is_trained
@@ -285,19 +293,6 @@ def _optimizer(args: TrainingArguments) -> str:
     if "adam" in text:
         text += f", betas ({args.adam_beta1:g}, {args.adam_beta2:g}), epsilon {args.adam_epsilon:g}"
     return f"{text}, {args.optim_args}" if args.optim_args else text
-
-
-def _versions(*, is_adapter: bool) -> dict[str, str]:
-    packages = {
-        "hf_moa": "hf-moa",
-        "PEFT": "peft" if is_adapter else None,
-        "Transformers": "transformers",
-        "PyTorch": "torch",
-        "Datasets": "datasets",
-        "Tokenizers": "tokenizers",
-    }
-    found = {name: version_of(package) for name, package in packages.items() if package}
-    return {name: version for name, version in found.items() if version is not None}
 
 
 def _machine(trainer: Trainer) -> str:

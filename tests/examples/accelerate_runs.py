@@ -88,5 +88,15 @@ def weights(values):
 
 
 def log(values):
+    """The lines on training."""
+    return [entry for entry in _lines(values) if "loss" in entry]
+
+
+def evaluations(values):
+    """The lines on evaluations on the way."""
+    return [entry for entry in _lines(values) if "loss" not in entry]
+
+
+def _lines(values):
     lines = (Path(values["output_dir"]) / "log.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

@@ -14,18 +14,18 @@ from accelerate.tracking import GeneralTracker
 from accelerate_arguments import AccelerateArguments
 from accelerate_checkpoints import find_checkpoints
 from accelerate_optimizers import SMALLEST_SIZE, make_optimizer
-from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, cut_unevenly, log, run, weights
+from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, cut_unevenly, evaluations, log, run, weights
 from gating_arguments import GatingArguments
 from launching import launch
 from safetensors.torch import load_file
 from script_runs import command_line
 from text_training import ModelArguments
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_moa.markdown import cell
+from hf_moa.model_card import checkpoint_card, read_card
+from hf_moa.model_card.existing import split_sections
+from hf_moa.model_card.tables import budget_table
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
@@ -212,27 +212,78 @@ def test_flags_of_transformers_are_there_or_left_out_for_a_reason(task):
     assert reasons <= {flag for flags in FLAGS.values() for flag in flags.split()}
 
 
-@pytest.mark.parametrize(
-    ("changes", "pushed"),
-    [
-        ({}, ("out", {"token": None, "private": None})),
-        (
-            {"hub_model_id": "me/model", "hub_token": "t", "hub_private_repo": True},
-            ("me/model", {"token": "t", "private": True}),
-        ),
-    ],
-)
-def test_model_and_tokenizer_are_pushed(changes, pushed, arguments, caught, monkeypatch):
-    calls = []
-    for kind in (PreTrainedModel, PreTrainedTokenizerBase):
-        monkeypatch.setattr(
-            kind, "push_to_hub", lambda self, name, **options: calls.append((name, options))
-        )
-    values = arguments("clm", push_to_hub=True, **changes)
+def test_card_says_how_the_model_was_made(arguments):
+    values = arguments("translation", attention_type="mae", optim="adafactor", learning_rate=3e-2)
+    values |= {"eval_steps": 2, "checkpointing_steps": 1, "average_checkpoints": 2}
+    values |= {"hub_model_id": "me/model", "output_dir": values["output_dir"] / "mae"}
+    metrics = run("translation", values)
+    card = read_card(values["output_dir"] / "README.md")
+    assert (card.data.pipeline_tag, card.data.tags) == ("translation", ["hf_moa", "mae"])
+    assert card.data.metrics == ["bleu"]
+    text = dict(split_sections(card.text)[1])
+    assert '"me/model"' in text["How to load"]
+    results = [line.split(" | ")[1:] for line in text["Results"].strip().splitlines()[2:]]
+    assert {name: float(value.strip(" |")) for name, value in results} == {
+        "Loss": pytest.approx(metrics["eval_loss"], rel=1e-3),
+        "BLEU": pytest.approx(metrics["bleu"], rel=1e-3, abs=1e-3),
+    }
+    told = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text["Training hyperparameters"], re.MULTILINE))
+    expected = {
+        "learning_rate": "0.03",
+        "train_batch_size": "4",
+        "total_train_batch_size": "8",
+        "optimizer": "adafactor",
+        "lr_scheduler_type": "linear",
+        "mae_training": "bcd",
+        "gate_every_n_epochs": "5",
+        "average_checkpoints": "2",
+        "steps_done": "4",
+    }
+    assert expected.items() <= told.items()
+    assert "- Transformers " in text["Training hyperparameters"]
+    assert "| training | not recorded | 40 |" in text["Training data"]
+    steps = [line.split(" | ")[0] for line in text["Training results"].strip().splitlines()[2:]]
+    assert steps == ["| 2", "| 4"]  # the last: before its checkpoints were averaged
+    assert [entry["step"] for entry in evaluations(values)] == [2, 4]
+
+
+def test_card_has_the_budgets(arguments):
+    values = arguments("mlm", attention_type="mha", cct_budgets=[1, 0.5], eval_steps=4)
+    metrics = run("mlm", values)
+    folder = values["output_dir"]
+    rows = json.loads((folder / "budget_results_validation.json").read_text())
+    assert [row["budget"] for row in rows] == [1, 0.5]
+    for row in rows:
+        for name in ("eval_loss", "compute_fraction", "perplexity"):
+            assert row[name] == metrics[f"{name}_at_{row['budget']:g}"] > 0
+    text = dict(split_sections(read_card(folder / "README.md").text)[1])
+    assert (
+        budget_table([{k: row[k] for k in row if k != "eval_tokens"} for row in rows])
+        in (text["Compute budgets"])
+    )
+    assert "seconds" not in text["Compute budgets"].lower()
+    heads = text["Training results"].strip().splitlines()[0].strip("| ").split(" | ")
+    names = ["eval loss", "compute fraction", "perplexity"]  # at the largest budget
+    assert heads == ["step", "epoch", "training loss", *names]
+    assert f"| Loss | {cell(rows[0]['eval_loss'])} |" in text["Results"]
+    again = checkpoint_card(folder)  # what `hf-moa card` makes of the folder
+    assert "tokens" not in again.data.metrics
+
+
+def test_a_card_that_cannot_be_read_stays(arguments):
+    values = arguments("clm", attention_type="mae", max_train_steps=1)
     values["output_dir"].mkdir()
+    broken = "---\nlicense: [\n---\nMine.\n"
+    (values["output_dir"] / "README.md").write_text(broken)
     run("clm", values)
-    caught[0]._write_results({})
-    assert calls == [pushed] * 2
+    assert (values["output_dir"] / "README.md").read_text() == broken
+    assert (values["output_dir"] / "all_results.json").is_file()
+
+
+def test_a_plain_model_has_no_card(arguments):
+    values = arguments("clm", model_type="gpt2", max_train_steps=1)
+    run("clm", values)
+    assert not (values["output_dir"] / "README.md").exists()
 
 
 def test_checkpoints_are_averaged(arguments):

@@ -134,6 +134,20 @@ def train_and_push(folder: str, repository: str, **arguments: Any) -> Any:
     return trainer
 
 
+@call
+def run_accelerate_script(folder: str, **flags: Any) -> dict[str, Any]:
+    """One update of a causal language model, with a checkpoint, by a script that pushes it."""
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests / "examples"), str(tests.parent / "examples")]
+    from accelerate_runs import make_arguments, run
+
+    settings = {"attention_type": "mae", "max_train_steps": 1, "checkpointing_steps": 1}
+    values = make_arguments(Path(folder), "clm", **settings, push_to_hub=True, **flags)
+    run("clm", values)
+    model = transformers.AutoModelForCausalLM.from_pretrained(values["output_dir"])
+    return describe(model, {"input_ids": [[1, 2, 3]]})
+
+
 # --- pulling --------------------------------------------------------------------------------------
 
 

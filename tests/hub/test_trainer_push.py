@@ -1,8 +1,9 @@
-"""`MoaTrainer` with `push_to_hub`: what each of `Trainer`'s strategies leaves on the hub."""
+"""`MoaTrainer` and the Accelerate scripts with `push_to_hub`: what they leave on the hub."""
 
 import json
 
 import pytest
+from hub_process import TOKEN
 from subjects import SUBJECTS
 
 # What `Trainer` writes with `torch.save`, the first into every folder: not weights, and loaded, if at
@@ -134,3 +135,28 @@ def test_run_of_an_adapter_pushes_the_adapter(hub, owner, reader, tmp_path):
     arguments = {"auto": BERT.peft_auto_name, "inputs": BERT.inputs()}
     pulled = reader.call("pull_adapter_with_its_base", repository=repository, **arguments)
     assert pulled["logits"] == adapted["logits"] != plain["logits"]
+
+
+def test_accelerate_script_pushes_model_tokenizer_and_card_at_once(hub, owner, reader, tmp_path):
+    """By the folder's name alone, to which the hub adds the owner."""
+    flags = {"output_dir": str(tmp_path / "accelerated"), "hub_private_repo": False}
+    trained = owner.call("run_accelerate_script", folder=str(tmp_path), **flags)
+    (repository,) = (name for name in hub.repositories if name.endswith("/accelerated"))
+    assert not hub.repositories[repository].private
+    (commit,) = hub.repositories[repository].history()[1:]
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "README.md", "all_results.json"}
+    assert expected | {"modeling_moa_gpt2.py"} <= commit.files.keys()
+    assert not any("/" in path for path in commit.files)  # the checkpoint stays
+    assert not any(is_pickle(blob.content) for blob in commit.files.values())
+    card = commit.files["README.md"].content.decode()
+    assert f'AutoModelForCausalLM.from_pretrained("{repository}")' in card
+    arguments = {"auto": "AutoModelForCausalLM", "inputs": {"input_ids": [[1, 2, 3]]}}
+    pulled = reader.call("pull_model", repository=repository, **arguments)
+    assert pulled["logits"] == trained["logits"]
+
+
+def test_accelerate_script_pushes_where_and_as_whom_it_is_told(hub, reader, tmp_path):
+    flags = {"hub_model_id": "user/told", "hub_private_repo": True, "hub_token": TOKEN}
+    reader.call("run_accelerate_script", folder=str(tmp_path), **flags)
+    assert hub.repositories["user/told"].private
+    assert '"user/told"' in hub.repositories["user/told"].files()["README.md"].content.decode()

@@ -123,7 +123,7 @@ def test_metrics_of_an_entry():
     assert [result.metric_name for result in results] == [
         "Accuracy",
         "F1 (mm)",
-        "Bleu (predict)",
+        "BLEU (predict)",
         "Perplexity",
     ]
 
