@@ -56,10 +56,8 @@ def _mean_of_masked(x: Tensor, mask: Tensor | None, window: int | None, *, last:
         if window < length:
             x = x[:, length - window :]
             mask = None if mask is None else mask[:, length - window :]
-        if mask is None:
-            return x.mean(dim=1, keepdim=True)
-        count = mask.sum(dim=1, keepdim=True).clamp(min=1).unsqueeze(-1)
-        return x.sum(dim=1, keepdim=True) / count
+        count = window if mask is None else mask.sum(dim=1, keepdim=True).clamp(min=1).unsqueeze(-1)
+        return x.sum(dim=1, keepdim=True).div_(count)
     if mask is None:
         count = torch.arange(length - last + 1, length + 1, device=x.device).clamp(max=window)
         count = count.to(x.dtype).unsqueeze(-1)

@@ -28,7 +28,7 @@ from .gate_pooling import last_windowed_means, masked_mean, windowed_mean
 from .lean_products import project_weighted, tanh_dropout
 from .linear_slices import is_plain, is_watched
 from .multi_head import MultiHead
-from .precision import at_least_float32, without_autocast
+from .precision import at_least_float32, cast, without_autocast
 from .process_sum import has_several_processes
 from .token_rows import TokenRows
 from .transforms import is_traced
@@ -112,7 +112,7 @@ class MaeGate(nn.Module):
         """
         hidden = self._hidden(x, valid, dtype, past)
         if pool is not None:
-            hidden = pool(hidden).to(dtype)
+            hidden = cast(pool(hidden), dtype)
         logits = self.out(self._activate(hidden))
         return at_least_float32(logits).softmax(dim=-1)
 
@@ -144,7 +144,7 @@ class MaeGate(nn.Module):
         if stands_alone and not by_batch and past is not None:
             x = at_least_float32(x)
             scale, shift = past.scale_and_shift(norm, x.dtype)
-            return dense(torch.addcmul(shift, x, scale).to(dtype))
+            return dense(cast(torch.addcmul(shift, x, scale), dtype))
         return dense(norm(x, valid).to(dtype))
 
 
