@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedConfig, SchedulerType
 
 from hf_moa.model_card import DataUsed, TrainingFacts, checkpoint_card, read_card, write_card
-from hf_moa.model_card.facts import named_metrics, package_versions
+from hf_moa.model_card.facts import in_words, named_metrics, package_versions
 from hf_moa.model_card.trainer import base_model_of
 from hf_moa.modeling.configuration_gating import GatingConfig
 
@@ -72,16 +72,14 @@ class TrainingLog:
         with budgets at one of them."""
         if not self.path.is_file():
             return ()
+        end = "" if budget is None else at_budget("", budget)
         rows, loss = [], None
         for entry in map(json.loads, self.path.read_text().splitlines()):
             loss = entry.get("loss", loss)
             if "loss" not in entry:
-                end = "" if budget is None else at_budget("", budget)
                 metrics = {k.removesuffix(end): v for k, v in entry.items() if k.endswith(end)}
                 row = {"step": entry["step"], "epoch": entry["epoch"], "training loss": loss}
-                for prefix, name, value in named_metrics(metrics):
-                    row[f"{prefix} {name}".replace("_", " ").strip()] = value
-                rows.append(row)
+                rows.append(row | in_words(named_metrics(metrics)))
         return tuple(rows)
 
 

@@ -142,6 +142,11 @@ def named_metrics(entry: Mapping[str, Any]) -> list[tuple[str, str, float | int]
     return metrics
 
 
+def in_words(metrics: Iterable[tuple[str, str, float | int]]) -> dict[str, float | int]:
+    """Metrics, as `named_metrics` returns them, by the heads of a table's columns: "eval accuracy"."""
+    return {f"{prefix} {name}".replace("_", " ").strip(): value for prefix, name, value in metrics}
+
+
 def eval_results(
     metrics: Iterable[tuple[str, str, float | int]], *, task: str | None, data: DataUsed | None
 ) -> list[EvalResult]:

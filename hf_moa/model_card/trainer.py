@@ -23,6 +23,7 @@ from .facts import (
     TrainingFacts,
     eval_results,
     hub_name,
+    in_words,
     is_hub_id,
     named_metrics,
     package_versions,
@@ -161,9 +162,8 @@ def history_of(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
         loss = entry.get("loss", loss)
         metrics = _evaluation(entry)
         if metrics:
-            shown = {f"{prefix} {name}".replace("_", " ").strip(): v for prefix, name, v in metrics}
             row = {"step": entry.get("step"), "epoch": entry.get("epoch"), "training loss": loss}
-            rows.setdefault(entry.get("step"), row).update(shown)
+            rows.setdefault(entry.get("step"), row).update(in_words(metrics))
     return tuple(rows.values())
 
 

@@ -257,10 +257,8 @@ def test_card_has_the_budgets(arguments):
         for name in ("eval_loss", "compute_fraction", "perplexity"):
             assert row[name] == metrics[f"{name}_at_{row['budget']:g}"] > 0
     text = dict(split_sections(read_card(folder / "README.md").text)[1])
-    assert (
-        budget_table([{k: row[k] for k in row if k != "eval_tokens"} for row in rows])
-        in (text["Compute budgets"])
-    )
+    shown = budget_table([{k: row[k] for k in row if k != "eval_tokens"} for row in rows])
+    assert shown in text["Compute budgets"]
     assert "seconds" not in text["Compute budgets"].lower()
     heads = text["Training results"].strip().splitlines()[0].strip("| ").split(" | ")
     names = ["eval loss", "compute fraction", "perplexity"]  # at the largest budget
