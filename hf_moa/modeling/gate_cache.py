@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from .gate_norm import GateBatchNorm
+from .growing_rows import AveragedRows, GrowingKeys, GrowingRows, last_rows
+from .transforms import is_traced
 
 # Inputs that a dynamic layer holds beyond the window, so that as many tokens can be cropped.
 CROP_RESERVE = 128
-# Rows that a new buffer has room for, at least: an eighth of those it holds, where that is more.
-_LEAST_ROOM = 8
 
 
 class Window(NamedTuple):
@@ -48,6 +48,10 @@ class GatePast(NamedTuple):
         """See `GatedDynamicLayer.window`."""
         return self.layer.window(self.name, rows, valid, size=self.size)
 
+    def mean(self, row: Tensor, valid: Tensor | None) -> Tensor | None:
+        """See `GatedDynamicLayer.mean`."""
+        return self.layer.mean(self.name, row, valid, size=self.size)
+
     def scale_and_shift(self, norm: GateBatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`norm.scale_and_shift(dtype)`, made once: weights stay while a cache is filled. Made anew for
         another weight, as another adapter's."""
@@ -55,87 +59,6 @@ class GatePast(NamedTuple):
         if kept is None or kept[0] is not norm.weight or kept[1] is not dtype:
             kept = self.layer.kept[self.name] = norm.weight, dtype, norm.scale_and_shift(dtype)
         return kept[2]
-
-
-class GrowingRows:
-    """Rows `[B, S, ...]` that grow along dim 1, in a buffer with room for more: one copy of all rows at
-    each decoding step would take longer than what is computed from them.
-
-    Args:
-        rows: the first ones.
-
-    Attributes:
-        rows: all there are.
-    """
-
-    # Slots are no part of what an exporter sees: there a step of generation takes and gives the rows
-    # alone, of any number.
-    __slots__ = ("__dict__", "_buffer", "_end")
-
-    dim = 1
-
-    def __init__(self, rows: Tensor):
-        self._take(rows)
-
-    def __len__(self) -> int:
-        return self.rows.shape[self.dim]
-
-    def append(self, new: Tensor, *, held: int | None = None, seen: int | None = None) -> Tensor:
-        """Append `new`; return the last `seen` (None: all) rows, and keep the last `held`."""
-        if torch.compiler.is_compiling():
-            rows = torch.cat([self.rows, new], dim=self.dim)
-        elif torch.is_grad_enabled():  # what a graph holds must not change
-            rows = torch.cat([self.rows, new], dim=self.dim) if len(self) else new
-        else:
-            return self._append_in_place(new, held, seen)
-        self._take(_last(rows, held))  # not by `len`, which would fix the length in an export
-        return _last(rows, seen)
-
-    def crop(self, length: int) -> None:
-        """Drop the last `length` rows, or all, where they are fewer."""
-        length = min(length, len(self))
-        self.rows = self.rows.narrow(self.dim, 0, len(self) - length)
-        if self._room() is not None:
-            self._end -= length
-
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._take(function(self.rows))
-
-    def _append_in_place(self, new: Tensor, held: int | None, seen: int | None) -> Tensor:
-        dim, more = self.dim, new.shape[self.dim]
-        total = len(self) + more
-        room = self._room()
-        if room is None or self._end + more > room.shape[dim]:
-            shape = list(self.rows.shape)
-            shape[dim] = total + max(_LEAST_ROOM, total // 8)
-            room = self.rows.new_empty(shape)
-            torch.cat([self.rows, new], dim=dim, out=room.narrow(dim, 0, total))
-            self._buffer, self._end = room, total
-        else:
-            room.narrow(dim, self._end, more).copy_(new)
-            self._end += more
-        held, seen = (total if size is None else min(size, total) for size in (held, seen))
-        self.rows = room.narrow(dim, self._end - held, held)
-        return self.rows if seen == held else room.narrow(dim, self._end - seen, seen)
-
-    def _room(self) -> Tensor | None:
-        """The buffer that the rows stand in; None without one, or if it was made in inference mode and
-        this is outside of it."""
-        buffer = getattr(self, "_buffer", None)  # not set by an exporter
-        if buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled():
-            return None
-        return buffer
-
-    def _take(self, rows: Tensor) -> None:
-        self.rows, self._buffer, self._end = rows, None, 0
-
-
-class GrowingKeys(GrowingRows):
-    """Keys or values, `[B, heads, S, dh]`, that grow along dim 2."""
-
-    __slots__ = ()
-
-    dim = 2
 
 
 class _GateStates:
@@ -159,6 +82,10 @@ class _GateStates:
     def reset(self) -> None:
         super().reset()
         self._kept = {}
+
+    def mean(self, name: str, row: Tensor, valid: Tensor | None, *, size: int | None) -> Tensor | None:
+        """See `GatedDynamicLayer.mean`."""
+        return None
 
     @classmethod
     def in_place_of(cls, layer):
@@ -194,11 +121,10 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
             valid: `[B, T]` bool, the real tokens among them; None for all.
             size: tokens of a window, its last one included; None for all there were.
         """
-        self._window_size = size
-        held = None if size is None or self.record_past else size - 1 + CROP_RESERVE
+        held = self._held(size)
         seen = None if size is None else size - 1 + rows.shape[1]
         if valid is None and f"{name}_valid" not in self.states:
-            return Window(self._append(name, rows, held=held, seen=seen), None)
+            return Window(self._append(name, rows, held=held, seen=seen, kind=AveragedRows), None)
         if valid is None:
             valid = rows.new_ones(rows.shape[:2], dtype=torch.bool)
         elif name in self.states and f"{name}_valid" not in self.states:
@@ -207,9 +133,28 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
             self._append(f"{name}_valid", past)
         rows = rows.masked_fill(~valid.unsqueeze(-1), 0.0)
         return Window(
-            self._append(name, rows, held=held, seen=seen),
+            self._append(name, rows, held=held, seen=seen, kind=AveragedRows),
             self._append(f"{name}_valid", valid, held=held, seen=seen),
         )
+
+    def mean(self, name: str, row: Tensor, valid: Tensor | None, *, size: int | None) -> Tensor | None:
+        """`window` and its mean, `[B, 1, d]`, in a few small operations: those of a decoding step.
+
+        Returns:
+            None where there is more to do, and nothing was appended: for several tokens, or the first;
+            where some are not real; in a graph.
+        """
+        state = self.states.get(name)
+        if row.shape[1] > 1 or valid is not None or f"{name}_valid" in self.states:
+            return None
+        if not isinstance(state, AveragedRows) or torch.is_grad_enabled() or is_traced(row):
+            return None
+        return state.append_one(row, window=size, held=self._held(size))
+
+    def _held(self, size: int | None) -> int | None:
+        """Rows to hold for windows of `size`."""
+        self._window_size = size
+        return None if size is None or self.record_past else size - 1 + CROP_RESERVE
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """`DynamicLayer.update`, without its copy of all keys and values at each step."""
@@ -244,11 +189,17 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         return self.states[name].rows.sum(dim=1) if name in self.states else None
 
     def _append(
-        self, name: str, new: Tensor, *, held: int | None = None, seen: int | None = None
+        self,
+        name: str,
+        new: Tensor,
+        *,
+        held: int | None = None,
+        seen: int | None = None,
+        kind: type[GrowingRows] = GrowingRows,
     ) -> Tensor:
-        """See `GrowingRows.append`."""
+        """See `GrowingRows.append`; `kind` is of a new state."""
         if name not in self.states:
-            self.states[name] = GrowingRows(new[:, :0])
+            self.states[name] = kind(new[:, :0])
         return self.states[name].append(new, held=held, seen=seen)
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -326,7 +277,7 @@ class GatedStaticLayer(_GateStates, StaticLayer):
     def _shift_in(self, name: str, new: Tensor, *, held: int) -> Tensor:
         past = self._state(name, new.new_zeros(new.shape[0], held, *new.shape[2:]))
         full = torch.cat([past, new], dim=1)
-        past.copy_(_last(full, held))
+        past.copy_(last_rows(full, held))
         return full
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -387,11 +338,6 @@ def is_empty(layer: DynamicLayer | StaticLayer) -> bool:
     """Whether a layer holds no keys."""
     # Compiled code meets static layers that were filled eagerly, and those are gated already.
     return not layer.is_initialized or int(layer.get_seq_length()) == 0
-
-
-def _last(x: Tensor, length: int | None) -> Tensor:
-    """The last `length` entries along dim 1 (all there are, where they are fewer)."""
-    return x if length is None else x[:, max(0, x.shape[1] - length) :]
 
 
 def _register_with_exporters() -> None:

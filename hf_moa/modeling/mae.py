@@ -275,6 +275,9 @@ class MixtureOfHeads(MultiHead):
 
         def pool(rows: Tensor) -> Tensor:
             if past is not None:
+                mean = past.mean(rows, padding_mask)
+                if mean is not None:
+                    return mean
                 window = past.window(rows, padding_mask)
                 if window.rows.shape[1] > length:  # rows of earlier calls
                     return last_windowed_means(window, self.window, last=length)
