@@ -23,23 +23,32 @@ STEPS_IN_A_TURN = 4
 
 
 def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
-    """6 layers; a step is one token for each sequence, behind those in the cache."""
+    """6 layers, and GPT-2's own size; a step is one token for each sequence, behind those in the
+    cache."""
+    whole = GPT2LMHeadModel(GPT2Config()), MoaGPT2LMHeadModel(MoaGPT2Config(attention_type="mae"))
+    yield mae_table(*whole, title="GPT-2's size", turns=turns, dtype=dtype)
     for hidden_size, heads in MAE_SIZES:
-        models = {"GPT-2": plain(hidden_size, heads), "MAE": gated(hidden_size, heads, "mae")}
-        candidates = {
-            name: decoding_steps(model.to(dtype), batch=1, past=MAE_PAST)
-            for name, model in models.items()
-        }
-        yield Table(
-            group="decoding",
-            title=f"MAE, a decoding step behind {MAE_PAST} tokens, d={hidden_size}",
-            results=compare_steps(candidates, turns=turns),
-        )
+        pair = plain(hidden_size, heads), gated(hidden_size, heads, "mae")
+        yield mae_table(*pair, title=f"d={hidden_size}", turns=turns, dtype=dtype)
     fields = {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False}
     models = plain(*CCT_SIZE).to(dtype), gated(*CCT_SIZE, "mha", **fields).to(dtype)
     for batch in BATCHES:
         for share in SHARES:
             yield from cct_tables(*models, batch=batch, share=share, turns=turns)
+
+
+def mae_table(
+    reference: nn.Module, model: nn.Module, *, title: str, turns: int, dtype: torch.dtype
+) -> Table:
+    candidates = {
+        name: decoding_steps(each.to(dtype), batch=1, past=MAE_PAST)
+        for name, each in {"GPT-2": reference, "MAE": model}.items()
+    }
+    return Table(
+        group="decoding",
+        title=f"MAE, a decoding step behind {MAE_PAST} tokens, {title}",
+        results=compare_steps(candidates, turns=turns),
+    )
 
 
 def cct_tables(
