@@ -240,17 +240,16 @@ class GatedAttention(nn.Module):
     ) -> AttentionResult:
         """The same as the dense flow, of the tokens whose gates are open."""
         query_rows = TokenRows(gates.query > 0)
+        key_rows = None if call.source is None else TokenRows(gates.kv > 0)
         row_mix = self.mixture.take(mix, query_rows)
-        query = self.project_query(query_rows.gather(call.hidden_states), row_mix)
-        attentions = key = value = key_rows = None
-        if call.source is not None:
-            key_rows = TokenRows(gates.kv > 0)
-            key, value = self.project_key_value(key_rows.gather(call.source))
-            key, value = self.cct.key_norm(key), self.cct.value_norm(value)
+        query, key, value = self._project_rows(call, query_rows, key_rows, row_mix)
         cached = self._cached_open_keys(call, start=True)
+        attentions = None
         if cached is not None or self._leaves_keys_out(call, query_rows, key_rows):
             keys = self._open_keys(call, cached, key, value, key_rows)
-            context = self._attend_to_open_keys(call, query, query_rows, keys, mix)
+            context = query
+            if len(query_rows):
+                context = self._attend_to_open_keys(call, query, query_rows, keys, mix)
         else:
             if key is not None:
                 key, value = key_rows.scatter(key), key_rows.scatter(value)
@@ -260,6 +259,21 @@ class GatedAttention(nn.Module):
         context = self.cct.norm_context(context)
         record["use"] = self._use(call, gates)
         return AttentionResult(context, attentions, row_mix, record, query_rows)
+
+    def _project_rows(
+        self, call: AttentionCall, query_rows: TokenRows, key_rows: TokenRows | None, row_mix: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`project`, of the tokens `query_rows` and `key_rows`, and the norms of keys and values."""
+        x = query_rows.gather(call.hidden_states)
+        if not self.is_cross_attention and query_rows.is_all and key_rows.is_all:
+            query, key, value = self.project(x, x, row_mix)
+        else:
+            query, key, value = self.project_query(x, row_mix), None, None
+            if call.source is not None:
+                key, value = self.project_key_value(key_rows.gather(call.source))
+        if key is not None:
+            key, value = self.cct.key_norm(key), self.cct.value_norm(value)
+        return query, key, value
 
     def _choose_execution(self, call: AttentionCall, gates: AttentionGates) -> Execution:
         """How this call is computed."""

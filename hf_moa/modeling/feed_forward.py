@@ -147,15 +147,39 @@ def gated_dense(
     if execution is not Execution.ROWS or not all(map(is_plain, (*up, down))):
         hidden = activation(*(matrix(x) for matrix in up))
         return down(hidden if execution is Execution.OPEN else gate.split(hidden, gates)), record
+
+    def parts(x: Tensor, first: int, last: int, bias: Tensor | None = None) -> Tensor:
+        """What those from `first` to before `last` give."""
+        hidden = activation(*(linear_slice(matrix, x, first, last, of=num_parts) for matrix in up))
+        return input_slice(down, hidden, first, last, of=num_parts, bias=bias)
+
+    num_parts = gates.shape[-1]
+    if gates.numel() == num_parts:  # one token: parts side by side are one
+        runs = _runs(gates.flatten().tolist())
+        if runs:
+            output = parts(x, *runs[0], down.bias)
+            for run in runs[1:]:
+                output = output + parts(x, *run)
+            return output, record
     bias = down.weight.new_zeros(x.shape[-1]) if down.bias is None else down.bias
     output = bias.to(compute_dtype(down.weight)).repeat(*x.shape[:-1], 1)
-    num_parts = gates.shape[-1]
     for m, rows in enumerate(TokenRows.of_parts(gates > 0)):
         if len(rows):
-            part = rows.gather(x)
-            part = activation(*(linear_slice(matrix, part, m, m + 1, of=num_parts) for matrix in up))
-            rows.add_to(output, input_slice(down, part, m, of=num_parts))
+            rows.add_to(output, parts(rows.gather(x), m, m + 1))
     return output, record
+
+
+def _runs(gates: Sequence[float]) -> list[tuple[int, int]]:
+    """Where gates are open, first and behind the last of those side by side: [1, 1, 0, 1] ->
+    [(0, 2), (3, 4)]."""
+    runs, first = [], None
+    for i, gate in enumerate([*gates, 0.0]):
+        if gate and first is None:
+            first = i
+        elif not gate and first is not None:
+            runs.append((first, i))
+            first = None
+    return runs
 
 
 def _gate(config, hidden_size: int, intermediate_size: int, is_gated: bool) -> FeedForwardGate:

@@ -27,7 +27,8 @@ def is_watched(module: nn.Module) -> bool:
 def takes_rows(module: nn.Module) -> bool:
     """Whether a layer may be handed some of a batch's tokens as `[1, n, d]`. Adapters want the batch:
     they may treat its sequences differently. (FTG's are copies of what they adapt.)"""
-    return not hasattr(module, "base_layer") or hasattr(module, "ftg_modules")
+    # `hasattr` takes long to say no
+    return "base_layer" not in module._modules or hasattr(module, "ftg_modules")
 
 
 def linear_slice(module: nn.Module, x: Tensor, first: int, last: int, *, of: int) -> Tensor:
@@ -46,10 +47,12 @@ def linear_slice(module: nn.Module, x: Tensor, first: int, last: int, *, of: int
     return nn.functional.linear(x, weight, bias)
 
 
-def input_slice(module: nn.Module, x: Tensor, part: int, *, of: int) -> Tensor:
-    """What one of `of` parts of the inputs adds to the output of a plain `module`, its bias aside:
-    `[..., in / of]` -> `[..., out]`."""
-    size = x.shape[-1]
-    rows = slice(part * size, (part + 1) * size)
+def input_slice(
+    module: nn.Module, x: Tensor, first: int, last: int, *, of: int, bias: Tensor | None = None
+) -> Tensor:
+    """What the inputs from part `first` to before part `last`, of `of`, add to the output of a plain
+    `module`, its own bias aside: `[..., (last - first) / of * in]` -> `[..., out]`."""
+    size = x.shape[-1] // (last - first)
+    rows = slice(first * size, last * size)
     weight = module.weight[rows].t() if isinstance(module, Conv1D) else module.weight[:, rows]
-    return nn.functional.linear(x, weight)
+    return nn.functional.linear(x, weight, bias)

@@ -63,7 +63,7 @@ class TokenRows:
         return [cls(*rows) for rows in zip(chosen.unbind(-1), index.split(counts), strict=True)]
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self.index.shape[0]
 
     @cached_property
     def counts(self) -> Tensor:
@@ -92,15 +92,25 @@ class TokenRows:
         batch, rank = self.places
         return batch * size + before + rank
 
+    @cached_property
+    def is_all(self) -> bool:
+        """Whether no token is left out."""
+        return len(self) == self.chosen.numel()
+
     def gather(self, x: Tensor) -> Tensor:
-        """`[B, T, ...]` -> `[1, n, ...]`."""
-        return x.flatten(0, 1).index_select(0, self.index).unsqueeze(0)
+        """`[B, T, ...]` -> `[1, n, ...]`. (Of all tokens, it may be `x` itself.)"""
+        flat = x.flatten(0, 1)
+        return (flat if self.is_all else flat.index_select(0, self.index)).unsqueeze(0)
 
     def scatter(self, rows: Tensor, fill: Tensor | None = None) -> Tensor:
-        """`[1, n, ...]` -> `[B, T, ...]`; all other tokens get `fill`, or zero."""
-        shape = (self.chosen.numel(), *rows.shape[2:])
-        full = rows.new_zeros(shape) if fill is None else fill.to(rows.dtype).expand(shape).clone()
-        return full.index_copy_(0, self.index, rows.squeeze(0)).unflatten(0, self.chosen.shape)
+        """`[1, n, ...]` -> `[B, T, ...]`; all other tokens get `fill`, or zero. (Of all tokens, it may
+        be `rows` itself.)"""
+        rows = rows.squeeze(0)
+        if not self.is_all:
+            shape = (self.chosen.numel(), *rows.shape[1:])
+            full = rows.new_zeros(shape) if fill is None else fill.to(rows.dtype).expand(shape).clone()
+            rows = full.index_copy_(0, self.index, rows) if len(self) else full
+        return rows.unflatten(0, self.chosen.shape)
 
     def add_to(self, full: Tensor, rows: Tensor) -> None:
         """Add the rows `[1, n, ...]` where they belong in `full` `[B, T, ...]`, which changes."""

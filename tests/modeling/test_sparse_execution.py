@@ -1,13 +1,17 @@
 """CCT's sparse execution is the dense one, faster: the same function for every model and cache."""
 
+import itertools
+
 import pytest
 import torch
 from families import CASE, LANGUAGE_MODELS
 from peft import LoraConfig, get_peft_model
+from transformers.pytorch_utils import Conv1D
 
 from hf_moa.modeling.attention import GatedAttention
 from hf_moa.modeling.cct import ControlNetwork
 from hf_moa.modeling.cct_feed_forward import FeedForwardGate
+from hf_moa.modeling.feed_forward import gated_dense
 from hf_moa.modeling.linear_slices import input_slice, is_plain, linear_slice
 from hf_moa.modeling.skipped_keys import visible_keys
 from hf_moa.modeling.token_rows import Execution, TokenRows, choose_execution
@@ -90,6 +94,88 @@ def test_gradients_are_the_same(case, fields):
         assert not dense[name].any(), name
 
 
+class RandomGates:
+    """In the place of `ControlNetwork.forward`: the same hard gates in each run."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+        self.seen = set()
+
+    def __call__(self, network, x):
+        shape = *x.shape[:-1], network.out.out_features
+        gates = torch.randint(0, 2, shape, generator=self.generator)
+        if shape[-1] == 2:
+            self.seen |= set(map(tuple, gates.flatten(0, -2).tolist()))
+        return gates.to(x.dtype)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("case", [c for c in LANGUAGE_MODELS if c.family.name != "bert"], ids=str)
+@pytest.mark.parametrize("attention_type", ["mha", "mae", "moa"])
+def test_token_by_token(case, attention_type, mode, monkeypatch):
+    """A step of one sequence has short ways of its own for whatever is open."""
+    fields = {"cct_budgets": [1, 0.5], "attention_type": attention_type}
+    ids = torch.randint(5, 67, (1, 12), generator=torch.Generator().manual_seed(0))
+    results = []
+    for execution in ("dense", "sparse"):
+        model = build(case, execution, **fields)
+        gates = RandomGates()
+        monkeypatch.setattr(ControlNetwork, "forward", lambda *args, gates=gates: gates(*args))
+        found, inputs = {"past_key_values": None}, {}
+        if case.family.name == "t5":
+            inputs["encoder_outputs"] = model.get_encoder()(ids[:, :5])
+        steps = []
+        with mode():
+            for token in ids.split(1, dim=1):
+                name = "decoder_input_ids" if inputs else "input_ids"
+                cache = found["past_key_values"]
+                found = model(**inputs, **{name: token}, past_key_values=cache, use_cache=True)
+                steps.append((found.logits, found.compute_cost))
+        results.append([torch.cat(values) for values in zip(*steps, strict=True)])
+        assert gates.seen == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    torch.testing.assert_close(results[1], results[0], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("open_parts", list(itertools.product([0.0, 1.0], repeat=4)), ids=str)
+@pytest.mark.parametrize("kind", ["conv1d", "linear", "no bias", "gated"])
+def test_one_token_takes_open_parts_side_by_side_at_once(open_parts, kind, monkeypatch):
+    def layer(size_in, size_out):
+        if kind == "conv1d":
+            return Conv1D(size_out, size_in).double()
+        return torch.nn.Linear(size_in, size_out, bias=kind != "no bias").double()
+
+    torch.manual_seed(0)
+    gate = FeedForwardGate(
+        hidden_size=6,
+        gate_hidden_size=4,
+        num_splits=4,
+        part_cost=1,
+        starts_open=True,
+        execution="dense",
+    )
+    up = [layer(6, 8) for _ in range(2 if kind == "gated" else 1)]
+    down = layer(8, 6)
+    x = torch.randn(1, 1, 6, dtype=torch.float64, requires_grad=True)
+    gates = torch.tensor(open_parts, dtype=x.dtype).view(1, 1, 4)
+    monkeypatch.setattr(ControlNetwork, "forward", lambda *args: gates)
+
+    def activation(hidden, *others):
+        calls.append(hidden.shape[-1] // 2)
+        return torch.stack([hidden.tanh(), *others]).prod(dim=0)
+
+    results = []
+    for execution in ("dense", "sparse"):
+        calls = []
+        gate.eval().execution = execution
+        y, _ = gated_dense(x, None, up=up, activation=activation, down=down, gate=gate)
+        weights = [*(m.weight for m in up), down.weight]
+        gradients = torch.autograd.grad((x + y).sin().sum(), [x, *weights], materialize_grads=True)
+        results.append([y, *gradients])
+    torch.testing.assert_close(results[1], results[0], atol=1e-12, rtol=1e-12)
+    expected = [len(list(run)) for is_open, run in itertools.groupby(open_parts) if is_open]
+    assert calls == expected
+
+
 @pytest.mark.parametrize("open_gates", [0.0, 1.0])
 @pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda c: c.family.name)
 def test_all_closed_and_all_open(case, open_gates, monkeypatch):
@@ -147,8 +233,6 @@ def test_rows_are_put_back():
 
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
 def test_slices_add_up_to_the_layer(kind):
-    from transformers.pytorch_utils import Conv1D
-
     module = torch.nn.Linear(6, 12) if kind == "linear" else Conv1D(12, 6)
     torch.nn.init.normal_(module.bias)
     x, y = torch.randn(2, 3, 6), None
@@ -159,7 +243,7 @@ def test_slices_add_up_to_the_layer(kind):
     assert not is_plain(wrapped)
     y = linear_slice(wrapped, x, 1, 3, of=4)
     torch.testing.assert_close(y, torch.cat(parts[1:3], dim=-1))
-    total = sum(input_slice(module, part, m, of=3) for m, part in enumerate(x.chunk(3, dim=-1)))
+    total = sum(input_slice(module, part, m, m + 1, of=3) for m, part in enumerate(x.chunk(3, dim=-1)))
     torch.testing.assert_close(total + module.bias, module(x))
 
 
