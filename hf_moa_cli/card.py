@@ -13,6 +13,7 @@ _OPTIONS = {
     "license": "--license",
     "base_model": "--base-model",
     "datasets": "--dataset",
+    "language": "--language",
     "metrics": "--metrics",
 }
 
@@ -38,6 +39,9 @@ def add(commands: Any) -> None:
         default=[],
         metavar="NAME",
         help="ids on the Hub of the data sets that it was trained on",
+    )
+    parser.add_argument(
+        "--language", nargs="+", default=[], metavar="CODE", help="of its text, such as en"
     )
     parser.add_argument(
         "--metrics",
@@ -83,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         license=args.license,
         base_model=args.base_model,
         datasets=args.dataset,
+        language=args.language,
         metrics=args.metrics,
         budgets=args.budgets,
         old=old,

@@ -113,7 +113,7 @@ def test_command_takes_facts_of_an_adapter_and_keeps_what_others_wrote(saved_ada
     saved_adapter("ftg")
     Path("adapter/all_results.json").write_text('{"eval_accuracy": 0.75}')
     options = ["--base-model", "user/base", "--dataset", "nyu-mll/glue", "--license", "mit"]
-    assert card_command("adapter", *options) == 0
+    assert card_command("adapter", *options, "--language", "en") == 0
     path = Path("adapter/README.md")
     path.write_text(path.read_text() + "\n## Limits\n\nFew.\n")
     with pytest.raises(ValueError, match="there already; give --overwrite"):
@@ -121,6 +121,7 @@ def test_command_takes_facts_of_an_adapter_and_keeps_what_others_wrote(saved_ada
     assert card_command("adapter", "--name", "user/other", "--overwrite") == 0
     card = read_card(path)
     assert (card.data.license, card.data.base_model) == ("mit", "user/base")
+    assert card.data.language == ["en"]
     assert card.data.eval_results[0].metric_value == 0.75
     assert sections(card)["Limits"].strip() == "Few."
     assert card.text.count("FTG+ adapter of user/base\n") == 1

@@ -40,10 +40,11 @@ def test_command_writes_what_lies_beside_the_checkpoint(checkpoint, capsys, offl
     state = {"log_history": LOG, "global_step": 4, "max_steps": 4, "num_train_epochs": 1, "epoch": 1.0}
     (checkpoint / "trainer_state.json").write_text(json.dumps(state))
     options = ["--license", "apache-2.0", "--base-model", "user/base", "--dataset", "nyu-mll/glue"]
-    assert card_command(checkpoint, *options) == 0
+    assert card_command(checkpoint, *options, "--language", "en", "de") == 0
     card = read_card(checkpoint / "README.md")
     assert capsys.readouterr().out == f"{checkpoint / 'README.md'}: tags hf_moa, mae, cct\n"
     assert (card.data.license, card.data.base_model) == ("apache-2.0", "user/base")
+    assert card.data.language == ["en", "de"]
     (result,) = card.data.eval_results
     assert result == EvalResult(
         task_type="text-classification",
@@ -66,7 +67,7 @@ def test_command_takes_files_and_says_what_is_missing(checkpoint, tmp_path, caps
     output = tmp_path / "cards" / "card.md"
     argv = ["--metrics", tmp_path / "metrics.json", "--budgets", tmp_path / "budgets.json"]
     assert card_command(checkpoint, *argv, "--output", output, "--name", "user/model") == 0
-    assert "--license, --base-model, --dataset\n" in capsys.readouterr().out
+    assert "--license, --base-model, --dataset, --language\n" in capsys.readouterr().out
     assert not (checkpoint / "README.md").exists()
     card = read_card(output)
     assert card.data.metrics == ["accuracy", "f1"]
@@ -123,7 +124,7 @@ def test_card_as_json(checkpoint, capsys):
         "released": "2020-02-02",
         "tags": ["hf_moa", "mae", "cct"],
     }
-    assert found["unsaid"] == ["--base-model", "--dataset", "--metrics"]
+    assert found["unsaid"] == ["--base-model", "--dataset", "--language", "--metrics"]
 
 
 def test_command_keeps_a_card_unless_told(checkpoint):
