@@ -144,7 +144,12 @@ def named_metrics(entry: Mapping[str, Any]) -> list[tuple[str, str, float | int]
 
 def in_words(metrics: Iterable[tuple[str, str, float | int]]) -> dict[str, float | int]:
     """Metrics, as `named_metrics` returns them, by the heads of a table's columns: "eval accuracy"."""
-    return {f"{prefix} {name}".replace("_", " ").strip(): value for prefix, name, value in metrics}
+    return {f"{title_of(prefix)} {title_of(name)}".strip(): value for prefix, name, value in metrics}
+
+
+def title_of(name: str) -> str:
+    """A metric's name as the head of a column: "exact_match" -> "exact match", "bleu" -> "BLEU"."""
+    return " ".join(_ACRONYMS.get(word, word) for word in name.split("_"))
 
 
 def eval_results(
@@ -161,7 +166,7 @@ def eval_results(
     data = data or DataUsed(use="evaluation")
     results = []
     for prefix, name, value in metrics:
-        shown = _ACRONYMS.get(name, name).replace("_", " ")
+        shown = title_of(name)
         part = prefix.removeprefix("eval").strip("_")
         results.append(
             EvalResult(

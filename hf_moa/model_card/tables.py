@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult
 
 from hf_moa.markdown import cell, table
 
-from .facts import DataUsed
+from .facts import DataUsed, title_of
 
 
 def data_table(data: Sequence[DataUsed]) -> str:
@@ -69,7 +69,7 @@ def budget_table(rows: Sequence[Mapping[str, Any]]) -> str:
         budget = ", ".join(map(cell, budget)) if isinstance(budget, (list, tuple)) else budget
         values = [budget, row.get("compute_fraction"), *(row.get(name) for name in metrics)]
         shown.append([*values, *([seconds, faster] if times else [])])
-    titles = [name.removeprefix("eval_").replace("_", " ") for name in metrics]
+    titles = [title_of(name.removeprefix("eval_")) for name in metrics]
     return table(["budget", "compute fraction", *titles, *times], shown)
 
 

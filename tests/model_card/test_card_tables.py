@@ -10,7 +10,7 @@ from families import CASE
 from hf_moa.analysis import analyze
 from hf_moa.model_card import MeanExpertLoad, eval_results
 from hf_moa.model_card.expert_load import expert_load_in
-from hf_moa.model_card.facts import named_metrics
+from hf_moa.model_card.facts import in_words, named_metrics
 from hf_moa.model_card.tables import budget_table
 from hf_moa.model_card.trainer import final_metrics, history_of
 
@@ -22,6 +22,13 @@ def test_speed_up_is_over_the_largest_budget():
         "| 0.5 | 0.48 | 0.8 | 1 | 1.50x |",
         "| 1 | 1 | 0.9 | 1.5 | 1.00x |",
     ]
+
+
+def test_columns_of_metrics_are_named_in_words():
+    rows = [{"budget": 1, "eval_bleu": 30.0, "eval_exact_match": 0.5}]
+    assert budget_table(rows).splitlines()[0] == "| budget | compute fraction | BLEU | exact match |"
+    found = named_metrics({"eval_mm_bleu": 30.0, "eval_mm_runtime": 1.0, "exact_match": 0.5})
+    assert in_words(found) == {"eval mm BLEU": 30.0, "exact match": 0.5}
 
 
 def test_budget_table_of_pairs_as_json_has_them():
