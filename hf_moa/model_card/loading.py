@@ -103,7 +103,8 @@ def _use(config: GatingConfig, model_class: str, *, name: str, has_tokenizer: bo
     if config.has_cct:
         budgets = budgets_of(config, model_class)
         listed = ", ".join(map(str, budgets))
-        lines.append(f"outputs = {call}, budget={budgets[-1]})  # of {listed}; without: the largest")
+        lines.append(f"# of the budgets {listed}; without one, the largest:")
+        lines.append(f"outputs = {call}, budget={budgets[-1]})")
     return lines
 
 

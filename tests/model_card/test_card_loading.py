@@ -19,7 +19,10 @@ def test_snippets_run(case, with_tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = execute(with_package)
     assert type(names["model"]) is case.gated
-    assert "budget=0.5)  # of 1, 0.5; without: the largest" in with_package
+    comment, line = with_package.splitlines()[-2:]
+    assert comment == "# of the budgets 1, 0.5; without one, the largest:"
+    assert line.startswith("outputs = model")
+    assert line.endswith(", budget=0.5)")
     assert ("tokenizer" in names) == with_tokenizer
     loaded = execute(alone)["model"]
     for key, tensor in model.state_dict().items():
