@@ -11,8 +11,10 @@ from .precision import at_least_float32
 
 # Rows that a new buffer has room for, at least: an eighth of those it holds, where that is more.
 _LEAST_ROOM = 8
-# Steps after which a mean is taken of its rows anew: rounding errors add up until then.
+# Steps after which a mean is taken of its rows anew, as it always is in a short window: rounding errors
+# add up until then, and weigh more there.
 _STEPS_OF_A_MEAN = 64
+_SHORT_WINDOW = 16
 
 
 class GrowingRows:
@@ -57,6 +59,7 @@ class GrowingRows:
             self._end -= length
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move sequences: `function` maps what has the batch in front."""
         self._take(function(self.rows))
 
     def _append_in_place(self, new: Tensor, held: int | None, seen: int | None) -> Tensor:
@@ -108,7 +111,8 @@ class AveragedRows(GrowingRows):
         mean, steps = getattr(self, "_mean", None), getattr(self, "_steps", 0)
         rows = self.append(new, held=held, seen=held)
         length = rows.shape[1]
-        if mean is None or steps == _STEPS_OF_A_MEAN:
+        is_short = window is not None and window <= _SHORT_WINDOW
+        if mean is None or is_short or steps == _STEPS_OF_A_MEAN:
             mean, steps = at_least_float32(last_rows(rows, window)).mean(dim=1, keepdim=True), 0
         elif window is None or length <= window:
             mean = mean.lerp(new.to(mean.dtype), 1 / length)
@@ -127,8 +131,9 @@ class AveragedRows(GrowingRows):
         super().crop(length)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._mean = None
+        mean = getattr(self, "_mean", None)
         super().apply(function)
+        self._mean = None if mean is None else function(mean)
 
 
 def last_rows(x: Tensor, length: int | None) -> Tensor:
