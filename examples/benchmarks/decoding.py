@@ -22,19 +22,18 @@ MAE_PAST, CCT_PAST = 128, 512  # tokens in the cache
 STEPS_IN_A_TURN = 4
 
 
-def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
-    """6 layers, and GPT-2's own size; a step is one token for each sequence, behind those in the
-    cache."""
-    whole = GPT2LMHeadModel(GPT2Config()), MoaGPT2LMHeadModel(MoaGPT2Config(attention_type="mae"))
-    yield mae_table(*whole, title="GPT-2's size", turns=turns, dtype=dtype)
+def measure_mae(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
+    """GPT-2's own size, and models of 6 layers; a step is one token, behind those in the cache."""
+    yield mae_table(
+        GPT2LMHeadModel(GPT2Config()),
+        MoaGPT2LMHeadModel(MoaGPT2Config(attention_type="mae")),
+        title="GPT-2's size",
+        turns=turns,
+        dtype=dtype,
+    )
     for hidden_size, heads in MAE_SIZES:
         pair = plain(hidden_size, heads), gated(hidden_size, heads, "mae")
         yield mae_table(*pair, title=f"d={hidden_size}", turns=turns, dtype=dtype)
-    fields = {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False}
-    models = plain(*CCT_SIZE).to(dtype), gated(*CCT_SIZE, "mha", **fields).to(dtype)
-    for batch in BATCHES:
-        for share in SHARES:
-            yield from cct_tables(*models, batch=batch, share=share, turns=turns)
 
 
 def mae_table(
@@ -45,10 +44,19 @@ def mae_table(
         for name, each in {"GPT-2": reference, "MAE": model}.items()
     }
     return Table(
-        group="decoding",
+        group="mae_decoding",
         title=f"MAE, a decoding step behind {MAE_PAST} tokens, {title}",
         results=compare_steps(candidates, turns=turns),
     )
+
+
+def measure_cct(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
+    """6 layers; a step is one token for each sequence, behind those in the cache."""
+    fields = {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False}
+    models = plain(*CCT_SIZE).to(dtype), gated(*CCT_SIZE, "mha", **fields).to(dtype)
+    for batch in BATCHES:
+        for share in SHARES:
+            yield from cct_tables(*models, batch=batch, share=share, turns=turns)
 
 
 def cct_tables(
@@ -69,7 +77,7 @@ def cct_tables(
         for execution in ("dense", "auto"):
             candidates[f"CCT, {execution}"] = with_gates(make, execution)
         yield Table(
-            group="decoding",
+            group="cct_decoding",
             title=f"CCT, {what} {CCT_PAST} tokens, {about}",
             results=measure_times(candidates, turns=turns),
         )
@@ -78,7 +86,7 @@ def cct_tables(
         sizes[f"CCT, {execution}"] = cache_size(with_gates(decoding_steps, execution)())
     first = sizes["GPT-2"]
     yield Table(
-        group="decoding",
+        group="cct_decoding",
         title=f"CCT, memory of the keys and values of {CCT_PAST + STEPS_IN_A_TURN} tokens, {about}",
         results=[Measurement(name=n, value=size / 1e6, ratio=size / first) for n, size in sizes.items()],
         unit="MB",

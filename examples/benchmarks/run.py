@@ -27,7 +27,8 @@ BENCHMARKS = {
     "mae": mae.measure,
     "moa": moa.measure,
     "cct": cct.measure,
-    "decoding": decoding.measure,
+    "mae_decoding": decoding.measure_mae,
+    "cct_decoding": decoding.measure_cct,
     "memory": memory.measure,
 }
 # Okabe and Ito's colours, told apart in grey by their marks
