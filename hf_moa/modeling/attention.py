@@ -247,7 +247,7 @@ class GatedAttention(nn.Module):
         attentions = None
         if cached is not None or self._leaves_keys_out(call, query_rows, key_rows):
             keys = self._open_keys(call, cached, key, value, key_rows)
-            context = query
+            context = query  # of the same shape; all there is, where no token asks
             if len(query_rows):
                 context = self._attend_to_open_keys(call, query, query_rows, keys, mix)
         else:
