@@ -45,7 +45,7 @@ def test_mean_is_that_of_the_last_rows_whatever_happens_between(dtype, tolerance
     start = torch.randn(3, 5, 6).to(dtype)
     averaged, reference = AveragedRows(start), Reference(start)
     with mode():
-        for _ in range(400):
+        for _ in range(200):
             move = choose.choices(("one", "several", "crop", "reorder"), weights=(40, 1, 1, 1))[0]
             if move == "one":
                 found = append_one(averaged, reference, window, dtype)

@@ -110,7 +110,9 @@ class RandomGates:
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-@pytest.mark.parametrize("case", [c for c in LANGUAGE_MODELS if c.family.name != "bert"], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in LANGUAGE_MODELS if c.family.name != "bert"], ids=lambda c: c.family.name
+)
 @pytest.mark.parametrize("attention_type", ["mha", "mae", "moa"])
 def test_token_by_token(case, attention_type, mode, monkeypatch):
     """A step of one sequence has short ways of its own for whatever is open."""
