@@ -121,6 +121,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
             valid: `[B, T]` bool, the real tokens among them; None for all.
             size: tokens of a window, its last one included; None for all there were.
         """
+        self._window_size = size
         held = self._held(size)
         seen = None if size is None else size - 1 + rows.shape[1]
         if valid is None and f"{name}_valid" not in self.states:
@@ -153,7 +154,6 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
 
     def _held(self, size: int | None) -> int | None:
         """Rows to hold for windows of `size`."""
-        self._window_size = size
         return None if size is None or self.record_past else size - 1 + CROP_RESERVE
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

@@ -108,18 +108,20 @@ class AveragedRows(GrowingRows):
     def append_one(self, new: Tensor, *, window: int | None, held: int | None) -> Tensor:
         """Append one row `[B, 1, d]`; return the mean of the last `window` (None: all), in float32 at
         least. Keep the last `held` (None: all), one more than the window at least."""
-        mean, steps = getattr(self, "_mean", None), getattr(self, "_steps", 0)
+        mean = getattr(self, "_mean", None)
         rows = self.append(new, held=held, seen=held)
         length = rows.shape[1]
         is_short = window is not None and window <= _SHORT_WINDOW
-        if mean is None or is_short or steps == _STEPS_OF_A_MEAN:
-            mean, steps = at_least_float32(last_rows(rows, window)).mean(dim=1, keepdim=True), 0
+        if mean is None or is_short or self._steps == _STEPS_OF_A_MEAN:
+            mean = at_least_float32(last_rows(rows, window)).mean(dim=1, keepdim=True)
+            self._steps = 0
         elif window is None or length <= window:
             mean = mean.lerp(new.to(mean.dtype), 1 / length)
         else:
             left = rows.narrow(1, length - window - 1, 1).to(mean.dtype)
             mean = mean.add(new.to(mean.dtype) - left, alpha=1 / window)
-        self._mean, self._steps = mean, steps + 1
+        self._mean = mean
+        self._steps += 1
         return mean
 
     def append(self, new: Tensor, *, held: int | None = None, seen: int | None = None) -> Tensor:

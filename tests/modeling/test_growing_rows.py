@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from hf_moa.modeling.gate_cache import CROP_RESERVE, GatedDynamicLayer
 from hf_moa.modeling.growing_rows import AveragedRows
@@ -91,11 +92,9 @@ def test_what_was_handed_out_stays(window):
         torch.testing.assert_close(mean, expected.mean(dim=1, keepdim=True))
 
 
-def layer_with(rows, **kwargs):
-    from transformers.cache_utils import DynamicLayer
-
+def layer_with(rows, valid=None):
     layer = GatedDynamicLayer.in_place_of(DynamicLayer())
-    layer.window("x", rows, kwargs.get("valid"), size=5)
+    layer.window("x", rows, valid, size=5)
     return layer
 
 
