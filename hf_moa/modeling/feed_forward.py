@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor, nn
@@ -172,14 +173,8 @@ def gated_dense(
 def _runs(gates: Sequence[float]) -> list[tuple[int, int]]:
     """Where gates are open, first and behind the last of those side by side: [1, 1, 0, 1] ->
     [(0, 2), (3, 4)]."""
-    runs, first = [], None
-    for i, gate in enumerate([*gates, 0.0]):
-        if gate and first is None:
-            first = i
-        elif not gate and first is not None:
-            runs.append((first, i))
-            first = None
-    return runs
+    runs = [list(run) for is_open, run in groupby(range(len(gates)), gates.__getitem__) if is_open]
+    return [(run[0], run[-1] + 1) for run in runs]
 
 
 def _gate(config, hidden_size: int, intermediate_size: int, is_gated: bool) -> FeedForwardGate:
