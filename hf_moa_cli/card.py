@@ -40,9 +40,7 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="ids on the Hub of the data sets that it was trained on",
     )
-    parser.add_argument(
-        "--language", nargs="+", default=[], metavar="CODE", help="of its text, such as en"
-    )
+    parser.add_argument("--language", nargs="+", metavar="CODE", help="of its text, such as en")
     parser.add_argument(
         "--metrics",
         metavar="FILE.json",

@@ -31,7 +31,7 @@ def checkpoint_card(
     license: str | None = None,
     base_model: str | None = None,
     datasets: Sequence[str] = (),
-    language: Sequence[str] = (),
+    language: str | Sequence[str] | None = None,
     task: str | None = None,
     metrics: str | Path | Mapping[str, float] | None = None,
     budgets: str | Path | Sequence[Mapping[str, Any]] | None = None,
@@ -52,7 +52,7 @@ def checkpoint_card(
         base_model: id on the Hub. Default: that of the old card; of an adapter, the base that it names.
         datasets: ids on the Hub. Default: those of the old card. The results in the metadata are on the
             data set, where there is one.
-        language: codes, such as "en". Default: those of the old card.
+        language: such as "en". Default: those of the old card.
         task: what the model does, in the Hub's words. Default: that of the old card, or of the class.
         metrics: by name, or a JSON file of them, in the place of those beside the checkpoint.
         budgets: the rows that `evaluate_budgets` returned, or a JSON file of them.
@@ -96,7 +96,7 @@ def checkpoint_card(
         license=license,
         base_model=base_model,
         datasets=datasets,
-        language=language or None,
+        language=language,
         task=task,
         results=eval_results(found, task=task, data=data),
         training=training
