@@ -19,17 +19,9 @@ from .attention_functions import eager_attention_forward
 from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
 from .cct_costs import AttentionCost, AttentionUse, used_and_full
 from .gate_cache import GatePast, gated_layer, is_empty, own_cache
-from .linear_slices import is_plain, takes_rows
 from .mixtures import build_mixture
-from .open_keys_cache import OpenKeysLayer, open_keys_layer, spread_open_keys
-from .skipped_keys import (
-    OpenKeys,
-    attend_to_open_keys,
-    gathering_scores_pays,
-    scores_to_add,
-    visible_keys,
-)
-from .token_rows import Execution, TokenRows, choose_execution
+from .open_keys_cache import spread_open_keys
+from .token_rows import TokenRows
 from .transforms import is_traced
 
 # Names of what MAE gates hold in a layer of the cache: in training their inputs, in eval what their
@@ -170,19 +162,7 @@ class GatedAttention(nn.Module):
 
     def update(self, linear: nn.Module, result: AttentionResult) -> Tensor:
         """What the layer adds to the stream, `[B, T, d]`: `linear` is its output projection."""
-        rows = result.rows
-        if rows is not None and not takes_rows(linear):
-            mix = None if result.mix is None else rows.scatter(result.mix)
-            return self.mixture.output(linear, rows.scatter(result.context), mix)
-        update = self.mixture.output(linear, result.context, result.mix)
-        if rows is None:
-            return update
-        if is_plain(linear):
-            return rows.scatter(update, linear.bias)
-        # a bias that may be elsewhere: what the projection makes of nothing
-        nothing = result.context.new_zeros(1, 1, *result.context.shape[2:])
-        fill = self.mixture.output(linear, nothing, self.mixture.no_mix(result.mix))
-        return rows.scatter(update, fill.flatten())
+        return self.mixture.output(linear, result.context, result.mix)
 
     def forward(
         self,
@@ -220,12 +200,26 @@ class GatedAttention(nn.Module):
             kwargs,
         )
         gates = None if self.cct is None else self.cct.gates(hidden_states, call.source)
-        if gates is not None:
-            execution = self._choose_execution(call, gates)
-            if execution is Execution.ROWS:
-                return self._forward_sparse(call, gates, mix, record)
-            kv_gate, query_gate = (None, None) if execution is Execution.OPEN else gates
-        query, key, value = self.project(hidden_states, call.source, mix)
+        return self._compute(call, gates, mix, record)
+
+    def _compute(
+        self,
+        call: AttentionCall,
+        gates: AttentionGates | None,
+        mix: Any,
+        record: dict[str, Any],
+        *,
+        all_open: bool = False,
+    ) -> AttentionResult:
+        """Every token, times its gates.
+
+        Args:
+            gates: of CCT; None without it.
+            mix, record: of the mixture.
+            all_open: whether all gates are.
+        """
+        query, key, value = self.project(call.hidden_states, call.source, mix)
+        kv_gate, query_gate = (None, None) if gates is None or all_open else gates
         if gates is not None and key is not None:
             key, value = self.cct.gate_key_value(key, value, kv_gate)
         key, value = self._key_value(call, key, value)
@@ -234,136 +228,6 @@ class GatedAttention(nn.Module):
             context = self.cct.gate_context(context, query_gate)
             record["use"] = self._use(call, gates)
         return AttentionResult(context, attentions, mix, record)
-
-    def _forward_sparse(
-        self, call: AttentionCall, gates: AttentionGates, mix: Any, record: dict[str, Any]
-    ) -> AttentionResult:
-        """The same as the dense flow, of the tokens whose gates are open."""
-        query_rows = TokenRows(gates.query > 0)
-        key_rows = None if call.source is None else TokenRows(gates.kv > 0)
-        row_mix = self.mixture.take(mix, query_rows)
-        query, key, value = self._project_rows(call, query_rows, key_rows, row_mix)
-        cached = self._cached_open_keys(call, start=True)
-        attentions = None
-        if cached is not None or self._leaves_keys_out(call, query_rows, key_rows):
-            keys = self._open_keys(call, cached, key, value, key_rows)
-            context = query  # of the same shape; all there is, where no token asks
-            if len(query_rows):
-                context = self._attend_to_open_keys(call, query, query_rows, keys, mix)
-        else:
-            if key is not None:
-                key, value = key_rows.scatter(key), key_rows.scatter(value)
-            key, value = self._key_value(call, key, value)
-            context, attentions = self._attend(call, query_rows.scatter(query), key, value, mix)
-            context = query_rows.gather(context)
-        context = self.cct.norm_context(context)
-        record["use"] = self._use(call, gates)
-        return AttentionResult(context, attentions, row_mix, record, query_rows)
-
-    def _project_rows(
-        self, call: AttentionCall, query_rows: TokenRows, key_rows: TokenRows | None, row_mix: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`project`, of the tokens `query_rows` and `key_rows`, and the norms of keys and values."""
-        x = query_rows.gather(call.hidden_states)
-        if not self.is_cross_attention and query_rows.is_all and key_rows.is_all:
-            query, key, value = self.project(x, x, row_mix)
-        else:
-            query, key, value = self.project_query(x, row_mix), None, None
-            if call.source is not None:
-                key, value = self.project_key_value(key_rows.gather(call.source))
-        if key is not None:
-            key, value = self.cct.key_norm(key), self.cct.value_norm(value)
-        return query, key, value
-
-    def _choose_execution(self, call: AttentionCall, gates: AttentionGates) -> Execution:
-        """How this call is computed."""
-        if self.training or self.cct.is_soft:
-            return Execution.GATED
-        wanted = self.config.cct_execution
-        if wanted == "auto" and self._continues_open_keys(call, gates.query):
-            wanted = "sparse"
-        execution = choose_execution(wanted, *(gate for gate in gates if gate is not None))
-        if execution is Execution.ROWS and not self._takes_rows():
-            return Execution.GATED
-        return execution
-
-    def _continues_open_keys(self, call: AttentionCall, query_gate: Tensor) -> bool:
-        """Whether the cache holds open keys alone, or does from this call's first token on: that token
-        does not tell what share of the next ones is skipped."""
-        if call.past_key_values is None or is_traced(query_gate) or not self._takes_rows():
-            return False
-        starts = query_gate.shape[1] == 1 and query_gate.device.type == "cpu"
-        return self._cached_open_keys(call, start=starts) is not None
-
-    def _takes_rows(self) -> bool:
-        return all(map(takes_rows, self.children()))
-
-    def _leaves_keys_out(
-        self, call: AttentionCall, query_rows: TokenRows, key_rows: TokenRows | None
-    ) -> bool:
-        """Whether attention without a cache leaves skipped keys out too."""
-        if not self._is_sdpa() or call.past_key_values is not None:
-            return False
-        if call.position_bias is None or self.config.cct_execution == "sparse":
-            return True
-        return gathering_scores_pays(query_rows, key_rows, masked=call.attention_mask is not None)
-
-    def _cached_open_keys(self, call: AttentionCall, *, start: bool) -> OpenKeysLayer | None:
-        """The layer of the cache, if it holds open keys alone; `start`: or can from now on."""
-        if call.past_key_values is None or not self._is_sdpa():
-            return None
-        return open_keys_layer(
-            call.past_key_values, self.layer_idx, cross=self.is_cross_attention, start=start
-        )
-
-    def _open_keys(
-        self,
-        call: AttentionCall,
-        cached: OpenKeysLayer | None,
-        key: Tensor | None,
-        value: Tensor | None,
-        rows: TokenRows | None,
-    ) -> OpenKeys:
-        """All keys that are not skipped: those of `rows`, `[1, n, num_kv_heads * dh]` (None where they
-        are cached), and the cached ones."""
-        if key is not None:
-            key, value = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (key, value))
-            if cached is None:
-                return OpenKeys.of(rows, key, value)
-            self._cache(call).update(key, value, self.layer_idx, rows=rows)
-            self._note_updated(call)
-        return cached.open_keys
-
-    def _attend_to_open_keys(
-        self, call: AttentionCall, query: Tensor, query_rows: TokenRows, keys: OpenKeys, mix: Any
-    ) -> Tensor:
-        """Contexts `[1, n, heads, dh]` of the queries of `query_rows`."""
-        length = query_rows.chosen.shape[1]
-        is_simple, visible = visible_keys(
-            call.attention_mask,
-            call.kv_mask,
-            num_queries=length,
-            num_keys=keys.length,
-            causal=self.is_causal,
-        )
-        scores = None
-        if not is_simple or call.position_bias is not None:
-            bias = call.position_bias
-            scores = scores_to_add(
-                None if is_simple else call.attention_mask,
-                None if bias is None else self.mixture.position_bias(bias, mix),
-                causal=self.is_causal,
-                like=query.new_empty(1, 1, length, keys.length),
-            )
-        return attend_to_open_keys(
-            query,
-            keys,
-            query_rows=query_rows,
-            visible=visible,
-            scores=scores,
-            causal=self.is_causal and length > 1,
-            scaling=self.scaling,
-        )
 
     def _attend(
         self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mix: Any

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .cct import ControlNetwork
 from .cct_costs import FeedForwardUse
-from .token_rows import Execution, TokenRows, choose_execution
+from .token_rows import Execution, GatedParts, TokenRows, choose_execution
 
 
 class FeedForwardGate(nn.Module):
@@ -57,7 +57,7 @@ class FeedForwardGate(nn.Module):
         """How this call is computed."""
         if self.training or self.control.training:
             return Execution.GATED
-        return choose_execution(self.execution, gates)
+        return choose_execution(self.execution, GatedParts(gates, self.part_cost))
 
     def split(self, activation: Tensor, gates: Tensor) -> Tensor:
         """Gate the M slices of a hidden activation `[B, T, ff]`.

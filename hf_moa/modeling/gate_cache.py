@@ -94,10 +94,6 @@ class _GateStates:
         gated.__dict__.update({"states": {}, **layer.__dict__})
         return gated
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._apply(lambda state: state.index_select(0, beam_idx.to(state.device)))
-
 
 class GatedDynamicLayer(_GateStates, DynamicLayer):
     """`DynamicLayer` with gate states that grow with it."""
@@ -202,7 +198,25 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
             self.states[name] = kind(new[:, :0])
         return self.states[name].append(new, held=held, seen=seen)
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._apply(lambda x: x[indices, ...])
+
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move sequences: `function` maps what has the batch in front."""
+        growing = getattr(self, "_growing", None) or {}
+        for name in ("keys", "values") if self.get_seq_length() else ():
+            held = getattr(self, name)
+            if name in growing and growing[name].rows is held:
+                growing[name].apply(function)
+                setattr(self, name, growing[name].rows)
+            else:
+                setattr(self, name, function(held))
         for state in self.states.values():
             state.apply(function)
 
@@ -231,19 +245,12 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
 
     def for_export(self) -> GatedDynamicLayer:
         """This layer as an exported step takes and gives it."""
-        self._apply(lambda rows: rows.contiguous())
+        for state in self.states.values():
+            state.leave_room()
         return self
 
     def _crop_keys(self, tokens_to_remove: int) -> None:
         super().crop(-tokens_to_remove)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._apply(lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._apply(lambda state: state[indices, ...])
 
 
 class GatedStaticLayer(_GateStates, StaticLayer):
@@ -280,8 +287,10 @@ class GatedStaticLayer(_GateStates, StaticLayer):
         past.copy_(last_rows(full, held))
         return full
 
-    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.states = {name: function(state) for name, state in self.states.items()}
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        states = self.states.items()
+        self.states = {name: x.index_select(0, beam_idx.to(x.device)) for name, x in states}
 
     def _state(self, name: str, initial: Tensor) -> Tensor:
         if name not in self.states:

@@ -58,9 +58,20 @@ class GrowingRows:
         if self._room() is not None:
             self._end -= length
 
+    def leave_room(self) -> None:
+        """Hold the rows alone."""
+        self._take(self.rows.contiguous())
+
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move sequences: `function` maps what has the batch in front."""
-        self._take(function(self.rows))
+        room = self._room()
+        if room is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            self._take(function(self.rows))
+            return
+        # with its room: the next row needs no other copy
+        start, length = self._end - len(self), len(self)
+        self._buffer = function(room)
+        self.rows = self._buffer.narrow(self.dim, start, length)
 
     def _append_in_place(self, new: Tensor, held: int | None, seen: int | None) -> Tensor:
         dim, more = self.dim, new.shape[self.dim]

@@ -12,14 +12,15 @@ from transformers.models.bert.modeling_bert import BertEmbeddings, BertIntermedi
 from transformers.pytorch_utils import apply_chunking_to_forward
 
 from .activations import build_activation
-from .attention import AttentionResult, GatedAttention
+from .attention import AttentionResult
 from .configuration_moa_bert import MoaBertConfig
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import build_feed_forward, build_feed_forward_gate, gated_dense
 from .gate_step import only_gates_learn_in_gate_phase
+from .sparse_attention import SparseAttention
 
 
-class MoaBertSelfAttention(GatedAttention):
+class MoaBertSelfAttention(SparseAttention):
     """BERT's query, key and value; of an expert each for MoA."""
 
     def __init__(self, config: MoaBertConfig, *, layer_idx: int, is_cross_attention: bool):

@@ -13,16 +13,16 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.pytorch_utils import Conv1D
 
 from .activations import build_activation
-from .attention import GatedAttention
 from .attention_functions import upcast_attention_forward
 from .configuration_moa_gpt2 import MoaGPT2Config
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import build_feed_forward, build_feed_forward_gate, gated_dense
 from .gate_step import only_gates_learn_in_gate_phase
 from .linear_slices import linear_slice
+from .sparse_attention import SparseAttention
 
 
-class MoaGPT2Attention(GatedAttention):
+class MoaGPT2Attention(SparseAttention):
     """GPT-2's attention: `c_attn` makes queries, keys and values, `c_proj` the output.
 
     In cross-attention, and for MoA, `c_attn` makes keys and values only and `q_attn` the queries.

@@ -17,14 +17,14 @@ from transformers.models.t5.modeling_t5 import (
 )
 
 from .activations import build_activation
-from .attention import GatedAttention
 from .configuration_moa_t5 import MoaT5Config
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import build_feed_forward, build_feed_forward_gate, gated_dense
 from .gate_step import only_gates_learn_in_gate_phase
+from .sparse_attention import SparseAttention
 
 
-class MoaT5Attention(GatedAttention):
+class MoaT5Attention(SparseAttention):
     """T5's attention: `q`, `k`, `v` and `o`, without biases and without scaling.
 
     The first layer of a stack owns the relative position bias, one per head (per expert for MoA),

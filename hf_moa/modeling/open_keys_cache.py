@@ -5,17 +5,32 @@ Its memory falls with the budget. `skipped_keys.py` says how attention to them i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .gate_cache import GatedDynamicLayer, gated_layer, own_cache
+from .gate_cache import GatedDynamicLayer, own_cache
 from .skipped_keys import OpenKeys
-from .token_rows import TokenRows
+from .token_rows import LARGEST_SHARE, TokenRows
+
+# Numbers that a layer's keys are together, from which on it pays to leave skipped ones out: attention to
+# the others takes a dozen small operators more.
+_LEAST_NUMBERS = 1_000_000
+_LOOK_EVERY = 16  # tokens
+# Multiply-accumulates of a token, from which on the same pays for one sequence at any length.
+_LEAST_COST = 500_000
+# Tokens that are appended in slots of their own before empty slots are closed up: an eighth of all,
+# where that is more.
+_LEAST_TO_CLOSE_UP = 8
 
 
 class OpenKeysLayer(GatedDynamicLayer):
     """`keys` and `values` as in `OpenKeys`, of each sequence's tokens whose keys are not skipped.
+
+    A step's tokens take one slot in all sequences, empty in those that skip theirs: to find each its
+    own would take longer than what is skipped. Every few steps empty slots are closed up.
 
     Attributes:
         positions: `[B, 1 + K]` int64, as in `OpenKeys`; None before the first token.
@@ -24,6 +39,19 @@ class OpenKeysLayer(GatedDynamicLayer):
 
     positions: Tensor | None = None
     length = 0
+    _since_closed_up = 0
+
+    @classmethod
+    def in_place_of(cls, layer: GatedDynamicLayer) -> OpenKeysLayer:
+        """A layer of this class for one of all keys, whose skipped ones are dropped."""
+        opened = super().in_place_of(layer)
+        if layer.is_initialized:
+            # what is padding counts as neither, and a mask tells of it
+            used, full = layer.states["keys"].rows.unbind(dim=-1)
+            rows = TokenRows((used > 0) | (full == 0))
+            keys, values = (rows.gather(x.transpose(1, 2)) for x in (layer.keys, layer.values))
+            opened.keys, opened.values, opened.positions, opened.length = OpenKeys.of(rows, keys, values)
+        return opened
 
     @property
     def open_keys(self) -> OpenKeys:
@@ -37,18 +65,45 @@ class OpenKeysLayer(GatedDynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values `[1, n, kv_heads, dh]`, of `rows` of the next tokens; return all,
         `[B, kv_heads, 1 + K, dh]`."""
-        if self.is_initialized:
-            self._open_up(torch.promote_types(self.keys.dtype, key_states.dtype))
-            if len(rows):
-                self._add(key_states, value_states, rows)
-            elif torch.is_grad_enabled():
-                self._growing = {}  # a graph may hold what is handed out
-        else:
+        if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values, self.positions, _ = OpenKeys.of(rows, key_states, value_states)
             self.is_initialized = True
+        elif not len(rows):
+            self._add_nothing()
+        elif rows.chosen.shape[1] == 1:
+            key, value = (rows.scatter(x).transpose(1, 2) for x in (key_states, value_states))
+            return self.append_step(key, value, rows.chosen)
+        else:
+            self._add(key_states, value_states, rows)
         self.length += rows.chosen.shape[1]
         return self.keys, self.values
+
+    def append_step(self, key: Tensor, value: Tensor, is_open: Tensor) -> tuple[Tensor, Tensor]:
+        """`update` by one token of each sequence, once there are some.
+
+        Args:
+            key, value: `[B, kv_heads, 1, dh]`, anything where a token is skipped.
+            is_open: `[B, 1]` bool.
+        """
+        if bool(is_open.any()):
+            self._open_up(torch.promote_types(self.keys.dtype, key.dtype))
+            self.keys = self._grow("keys", key.to(self.keys.dtype))
+            self.values = self._grow("values", value.to(self.values.dtype))
+            position = torch.where(is_open, self.length, -1)
+            self.positions = torch.cat([self.positions, position], dim=1)
+            self._since_closed_up += 1
+            if self._since_closed_up >= max(_LEAST_TO_CLOSE_UP, self.positions.shape[1] // 8):
+                self._close_up(if_smaller=True)
+        else:
+            self._add_nothing()
+        self.length += 1
+        return self.keys, self.values
+
+    def _add_nothing(self) -> None:
+        self._open_up(self.keys.dtype)
+        if torch.is_grad_enabled():
+            self._growing = {}  # a graph may hold what is handed out
 
     def _open_up(self, dtype: torch.dtype) -> None:
         """Make what is held take keys of this dtype, and gradients outside of inference mode."""
@@ -59,12 +114,9 @@ class OpenKeysLayer(GatedDynamicLayer):
             self.positions = self.positions.clone()
 
     def _add(self, key: Tensor, value: Tensor, rows: TokenRows) -> None:
-        position = rows.positions + self.length
-        if rows.is_one_sequence and self._ends_with_a_key():
-            for name, new in (("keys", key), ("values", value)):
-                setattr(self, name, self._grow(name, new.transpose(1, 2).to(self.keys.dtype)))
-            self.positions = torch.cat([self.positions, position.unsqueeze(0)], dim=1)
-            return
+        """Each sequence's behind its last key."""
+        self._open_up(torch.promote_types(self.keys.dtype, key.dtype))
+        self._close_up()
         batch, rank = rows.places
         slots = self.open_keys.is_key.sum(dim=1)[batch] + 1 + rank
         more = max(0, int(slots.max()) + 1 - self.positions.shape[1])
@@ -75,17 +127,28 @@ class OpenKeysLayer(GatedDynamicLayer):
             held[batch, :, slots] = new.squeeze(0).to(held.dtype)
             setattr(self, name, held)
         self.positions = nn.functional.pad(self.positions, (0, more), value=-1)
-        self.positions[batch, slots] = position
+        self.positions[batch, slots] = rows.positions + self.length
 
-    def _ends_with_a_key(self) -> bool:
-        """Whether the one sequence has no empty slot behind its keys, as it has if none was open yet or
-        if it was chosen from several."""
-        return self.positions.shape[1] == 1 or int(self.positions[0, -1]) >= 0
+    def _close_up(self, *, if_smaller: bool = False) -> None:
+        """Leave no empty slot before a sequence's last key; `if_smaller`: only if fewer slots do."""
+        self._since_closed_up = 0
+        is_taken = self.open_keys.is_key
+        is_taken[:, 0] = True
+        size = int(is_taken.sum(dim=1).max())
+        has_none = bool((is_taken[:, 1:] <= is_taken[:, :-1]).all())
+        if has_none or (if_smaller and size == is_taken.shape[1]):
+            return
+        order = is_taken.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :size]
+        self.positions = self.positions.gather(1, order)
+        for name in ("keys", "values"):
+            held = getattr(self, name)
+            index = order[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3])
+            setattr(self, name, held.gather(2, index))
 
     def spread(self) -> GatedDynamicLayer:
         """The same as a layer of all tokens: keys and values of skipped ones are zero."""
         layer = GatedDynamicLayer.__new__(GatedDynamicLayer)
-        own = ("positions", "length")
+        own = ("positions", "length", "_since_closed_up")
         layer.__dict__.update({k: v for k, v in self.__dict__.items() if k not in own})
         if self.is_initialized:
             batch, slots = self.open_keys.is_key.nonzero(as_tuple=True)
@@ -105,53 +168,66 @@ class OpenKeysLayer(GatedDynamicLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.positions, self.length = None, 0
+        self.positions, self.length, self._since_closed_up = None, 0, 0
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        super()._apply(function)
         if self.is_initialized:
-            self.positions = self.positions.index_select(0, beam_idx.to(self.positions.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.is_initialized:
-            self.positions = self.positions.repeat_interleave(repeats, dim=0)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self.is_initialized:
-            self.positions = self.positions[indices, ...]
+            self.positions = function(self.positions)
 
     def _crop_keys(self, tokens_to_remove: int) -> None:
         if not self.is_initialized:
             return
         self.length = max(0, self.length - tokens_to_remove)
         # positions rise along a sequence: what stays comes first
-        stays = self.positions < self.length
-        positions = self.positions.masked_fill(~stays, -1)
-        size = 1 + int((positions >= 0).sum(dim=1).max())
+        positions = self.positions.masked_fill(self.positions >= self.length, -1)
+        slots = torch.arange(positions.shape[1], device=positions.device)
+        size = 1 + int((slots * (positions >= 0)).max())
         self.keys, self.values = self.keys[:, :, :size], self.values[:, :, :size]
         self.positions = positions[:, :size]
 
 
-def open_keys_layer(
-    past_key_values: Cache, layer_idx: int, *, cross: bool, start: bool
-) -> OpenKeysLayer | None:
-    """A layer of the decoder's cache that holds open keys alone; None for one that does not.
+def open_keys_pay(
+    layer: GatedDynamicLayer, kv_gate: Tensor | None, *, size: int, token_cost: int
+) -> bool:
+    """Whether attention is faster to the open keys alone than to all, as measured on a CPU.
+
+    Args:
+        layer: of the cache, before this call.
+        kv_gate: `[B, S]`, of the keys that this call adds; None for none.
+        size: numbers of a key.
+        token_cost: multiply-accumulates that a skipped token saves.
+    """
+    past = layer.get_seq_length()
+    if past % _LOOK_EVERY or kv_gate is None or kv_gate.device.type != "cpu":
+        return False
+    batch_size, new = kv_gate.shape
+    # of one sequence, all that a layer does for a token can be skipped
+    skips_layer = batch_size == 1 and token_cost >= _LEAST_COST
+    if not skips_layer and batch_size * (past + new) * size < _LEAST_NUMBERS:
+        return False
+    if past == 0 and new == 1:  # which does not tell what share of the next ones is skipped
+        return True
+    used, full = kv_gate.count_nonzero(), kv_gate.numel()
+    if past:
+        used, full = layer.counted("keys").sum(dim=0)
+    return bool(used <= LARGEST_SHARE * full)
+
+
+def open_in_place(past_key_values: Cache, layer_idx: int, *, cross: bool) -> OpenKeysLayer | None:
+    """Make a dynamic layer of the decoder's cache hold open keys alone from now on; None for one that
+    is offloaded.
 
     Args:
         past_key_values: the cache.
         layer_idx: of the layer.
         cross: its cross-attention layer, instead of the self-attention one.
-        start: whether a layer that holds nothing yet becomes such a one, if it can: static and offloaded
-            ones cannot.
     """
     cache = own_cache(past_key_values, cross=cross)
-    layer = gated_layer(past_key_values, layer_idx, cross=cross)
-    can = type(layer) is GatedDynamicLayer and not layer.is_initialized and not cache.offloading
-    if can and start:
-        cache.layers[layer_idx] = layer = OpenKeysLayer.in_place_of(layer)
-    return layer if isinstance(layer, OpenKeysLayer) else None
+    if cache.offloading:
+        return None
+    cache.layers[layer_idx] = layer = OpenKeysLayer.in_place_of(cache.layers[layer_idx])
+    return layer
 
 
 def spread_open_keys(past_key_values: Cache, layer_idx: int, *, cross: bool) -> None:

@@ -80,6 +80,8 @@ def visible_keys(
         return True, None
     if attention_mask.dtype != torch.bool or attention_mask.shape[-1] != num_keys:
         return False, None
+    if attention_mask.shape[1] == attention_mask.shape[2] == 1:
+        return True, attention_mask[:, 0, 0]
     if causal:
         expected = torch.ones_like(attention_mask).tril()
         if padding_mask is not None:
@@ -122,6 +124,8 @@ def gathering_scores_pays(query_rows: TokenRows, key_rows: TokenRows, *, masked:
     Args:
         masked: there is an attention mask.
     """
+    if key_rows.chosen.shape[1] < _LEAST_LENGTH:
+        return False
     share = len(query_rows) * len(key_rows) / (query_rows.chosen.numel() * key_rows.chosen.numel())
     return share < (0.4 if masked else 0.12)
 
@@ -158,10 +162,13 @@ def attend_to_open_keys(
     if scores is None and not causal:
         bias = _bias(keys, visible, dtype)
     else:
-        if visible is None:
+        all_are_visible = visible is None
+        if all_are_visible:
             visible = keys.position.new_ones(batch_size, keys.length, dtype=torch.bool)
         if scores is None:
             bias = _causal_bias(query_rows, keys, visible, dtype)
+        elif all_are_visible and scores.shape[0] == scores.shape[2] == 1 and not torch.is_grad_enabled():
+            bias = _bias_of_step(scores, keys)
         else:
             bias = _bias_of_scores(scores, query_rows, keys, visible)
     key, value = keys.key, keys.value
@@ -234,6 +241,30 @@ def _bias_of_scores(scores: Tensor, query_rows: TokenRows, keys: OpenKeys, visib
     return bias
 
 
+def _bias_of_step(scores: Tensor, keys: OpenKeys) -> Tensor:
+    """The same of one query for each sequence, of scores that all sequences share, outside of a graph:
+    in fewer operators."""
+    scores = scores[0, :, 0]  # [heads, S]
+    index = keys.position + 1
+    table = nn.functional.pad(scores, (1, 0), value=-float("inf"))
+    # shape: (heads, B * (1 + K)) -> (B, heads, 1, 1 + K)
+    bias = table.index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1).unsqueeze(2)
+    skipped = scores.new_ones(len(index), 1 + keys.length).scatter_(1, index, 0.0)[:, 1:]
+    largest = scores.amax(dim=1)
+    with without_autocast(scores.device.type):
+        total = skipped @ (scores - largest.unsqueeze(1)).exp().t()  # [B, heads]
+    is_lost = ~(total >= _SMALLEST_SUM).all(dim=1) & (skipped.sum(dim=1) > 0)
+    if bool(is_lost.any()):
+        hidden = scores.masked_fill(skipped.unsqueeze(1) == 0, -float("inf"))
+        total = hidden.logsumexp(dim=2)
+        sees_nothing = torch.maximum(total, bias[:, :, 0].amax(dim=2)) == -float("inf")
+        total = total.masked_fill_(sees_nothing, 0.0)
+    else:
+        total = total.log_().add_(largest)
+    bias[:, :, 0, 0] = total
+    return bias
+
+
 def _sum_of_skipped(scores: Tensor, skipped: Tensor) -> Tensor:
     """Logarithm of the sum of `exp(scores)` of the keys that are visible and skipped: `[B, h, T]`.
 
@@ -263,5 +294,7 @@ def _sum_of_skipped(scores: Tensor, skipped: Tensor) -> Tensor:
     return total.masked_fill(is_none, -infinity)
 
 
+# Tokens of a sequence whose attention is worth a bias of its own.
+_LEAST_LENGTH = 48
 # Of terms that are at most 1, a sum below this may have lost some.
 _SMALLEST_SUM = 1e-25

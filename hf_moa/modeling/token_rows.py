@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,14 @@ from torch import Tensor, nn
 from .transforms import is_traced
 
 # Share of open gates above which gathering costs a CPU more than it saves.
-_LARGEST_SHARE = 0.95
+LARGEST_SHARE = 0.95
+# What a CPU takes the time of, in multiply-accumulates of a product with many rows: to read the matrix,
+# in rows; to find out which tokens there are; to gather those of a part and put them back.
+_ROWS_TO_READ = 8
+_TO_FIND = 4_000_000
+_TO_GATHER = 4_000_000
+# Gates that Python counts faster than an operator.
+_FEW_GATES = 64
 
 
 class Execution(Enum):
@@ -20,27 +29,66 @@ class Execution(Enum):
     GATED = "all tokens, times their gates"
     OPEN = "all tokens, where every gate is open"
     ROWS = "the tokens with open gates alone"
+    OPEN_KEYS = "all tokens, and attention to a cache of open keys alone"
 
 
-def choose_execution(wanted: str, *gates: Tensor) -> Execution:
+class GatedParts(NamedTuple):
+    """Parts of a layer that are computed together.
+
+    Attributes:
+        gates: `[B, T]` or, of M parts, `[B, T, M]`; zeros and ones.
+        cost: multiply-accumulates of one part for one token.
+    """
+
+    gates: Tensor
+    cost: int
+
+    def open_tokens(self) -> list[int]:
+        """Number of tokens of each part."""
+        gates = self.gates.flatten(0, 1)
+        if gates.numel() > _FEW_GATES:
+            return gates.count_nonzero(dim=0).view(-1).tolist()
+        parts = [gates.tolist()] if gates.ndim == 1 else zip(*gates.tolist(), strict=True)
+        return [sum(map(bool, part)) for part in parts]
+
+    def saved(self, open_tokens: list[int]) -> int:
+        """Multiply-accumulates that a CPU saves by computing these alone."""
+        rows = sum(_ROWS_TO_READ + n for n in open_tokens if n)
+        gathered = 0 if self._tokens() == 1 else sum(n > 0 for n in open_tokens)
+        return self.most_saved() - rows * self.cost - gathered * _TO_GATHER
+
+    def most_saved(self) -> int:
+        """The same, if all gates were closed."""
+        return self.cost * (_ROWS_TO_READ + self._tokens()) * math.prod(self.gates.shape[2:])
+
+    def _tokens(self) -> int:
+        return self.gates.shape[0] * self.gates.shape[1]
+
+
+def choose_execution(wanted: str, *parts: GatedParts) -> Execution:
     """How to compute the parts of a layer with hard gates.
 
     Args:
         wanted: "sparse", "dense", or "auto": the faster one, as measured on a CPU; dense on an
             accelerator, where one would have to wait for the gates.
-        gates: tensors of zeros and ones, of the parts that are computed together.
+        parts: those that are computed together.
     """
-    if wanted == "dense" or is_traced(gates[0]):
+    first = parts[0].gates
+    if wanted == "dense" or is_traced(first):
         return Execution.GATED
     if wanted == "sparse":
         return Execution.ROWS
-    if gates[0].device.type != "cpu":
+    if first.device.type != "cpu" or sum(part.most_saved() for part in parts) < _TO_FIND:
         return Execution.GATED
-    number = sum(gate.numel() for gate in gates)
-    num_open = sum(int(gate.count_nonzero()) for gate in gates)
+    counts = [part.open_tokens() for part in parts]
+    number = sum(part.gates.numel() for part in parts)
+    num_open = sum(map(sum, counts))
     if num_open == number:
         return Execution.OPEN
-    return Execution.ROWS if num_open <= _LARGEST_SHARE * number else Execution.GATED
+    if num_open > LARGEST_SHARE * number:
+        return Execution.GATED
+    saved = sum(part.saved(open_tokens) for part, open_tokens in zip(parts, counts, strict=True))
+    return Execution.ROWS if saved > _TO_FIND else Execution.GATED
 
 
 class TokenRows:
@@ -54,6 +102,12 @@ class TokenRows:
     def __init__(self, chosen: Tensor, index: Tensor | None = None):
         self.chosen = chosen
         self.index = chosen.flatten().nonzero().squeeze(1) if index is None else index
+
+    @classmethod
+    def all_of(cls, x: Tensor) -> TokenRows:
+        """Every token of `x` `[B, T, ...]`."""
+        chosen = x.new_ones(x.shape[:2], dtype=torch.bool)
+        return cls(chosen, torch.arange(chosen.numel(), device=x.device))
 
     @classmethod
     def of_parts(cls, chosen: Tensor) -> list[TokenRows]:
@@ -125,7 +179,9 @@ class TokenRows:
     def pad(self, rows: Tensor, *, before: int = 0) -> Tensor:
         """`[1, n, ...]` -> `[B, before + most, ...]`: each sequence's rows, zeros before and behind.
         (It may be `rows` itself.)"""
-        if self.is_one_sequence:
+        if self.is_one_sequence or self.is_all:
+            if not self.is_one_sequence:
+                rows = rows.squeeze(0).unflatten(0, self.chosen.shape)
             return nn.functional.pad(rows, (0, 0) * (rows.ndim - 2) + (before, 0)) if before else rows
         size = before + self.most
         full = rows.new_zeros(len(self.chosen) * size, *rows.shape[2:])
@@ -136,5 +192,7 @@ class TokenRows:
         """`[B, size, ...]` -> `[1, n, ...]`. (It may be `padded` itself.)"""
         if self.is_one_sequence and padded.shape[1] == len(self):
             return padded
+        if self.is_all and padded.shape[1] == self.chosen.shape[1]:
+            return padded.flatten(0, 1).unsqueeze(0)
         slots = self._slots(padded.shape[1])
         return padded.flatten(0, 1).index_select(0, slots).unsqueeze(0)

@@ -76,6 +76,29 @@ def test_steps_are_written_into_room_that_is_there():
     assert moved <= 10
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])),
+        lambda layer: layer.batch_select_indices(torch.tensor([1, 2, 0])),
+    ],
+    ids=["reorder", "select"],
+)
+def test_sequences_move_with_the_room_behind_them(move):
+    """A step of a beam search copies the cache once."""
+    _, layer = layers()
+    with torch.no_grad():
+        layer.update(*states(20))
+        layer.update(*states(1, seed=1))
+        before = layer.keys
+        move(layer)
+        place = layer.keys.data_ptr()
+        assert place != before.data_ptr()
+        layer.update(*states(1, seed=2))
+        assert layer.keys.data_ptr() == place
+    assert torch.equal(before[:, :, -1:], states(1, seed=1)[0])
+
+
 def test_what_was_handed_out_stays():
     _, layer = layers()
     with torch.no_grad():

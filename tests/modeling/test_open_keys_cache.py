@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from families import CASE
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_moa.modeling.cct import ControlNetwork
 from hf_moa.modeling.gate_cache import GatedDynamicLayer, GatedStaticLayer
@@ -27,6 +27,12 @@ MIXTURES = pytest.mark.parametrize("attention_type", ["mha", "mae", "moa"])
 def build(execution="sparse", case=GPT2, **fields):
     fields = {"cct_budgets": [1, 0.5], "attention_type": "mae"} | fields
     return case.build(cct_execution=execution, **fields).double()
+
+
+def small_layers_skip(monkeypatch):
+    """As large ones do under `auto`."""
+    for name in ("token_rows._TO_FIND", "token_rows._TO_GATHER", "open_keys_cache._LEAST_NUMBERS"):
+        monkeypatch.setattr(f"hf_moa.modeling.{name}", 0)
 
 
 def tokens(length=12, batch_size=3, seed=0):
@@ -178,8 +184,9 @@ def test_steps_have_the_gradients_of_the_whole(batch_size):
 
 
 @pytest.mark.parametrize("execution", ["sparse", "auto"])
-def test_generation_starts_small_and_stays_so(execution):
+def test_generation_starts_small_and_stays_so(execution, monkeypatch):
     """Whatever the gates of the first token are: it does not tell of the rest."""
+    small_layers_skip(monkeypatch)
     model = build(execution, case=T5)
     cache = model.generate(
         tokens(7), max_new_tokens=6, eos_token_id=None, return_dict_in_generate=True
@@ -201,6 +208,76 @@ def test_all_skipped_and_none(value, monkeypatch):
     actual, cache = decode(build(), ids, [4, 1, 1, 6])
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
     assert (cache.layers[0].positions >= 0).sum() == value * ids.numel()
+
+
+@MIXTURES
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("projected", ["all", "open"])
+@pytest.mark.parametrize("case", [GPT2, T5], ids=["gpt2", "t5"])
+def test_auto_equals_dense_once_the_cache_is_large(
+    case, projected, padding, attention_type, monkeypatch
+):
+    """Steps behind open keys, all tokens projected or the open ones alone."""
+    small_layers_skip(monkeypatch)
+    monkeypatch.setattr("hf_moa.modeling.open_keys_cache.LARGEST_SHARE", 1)
+    if projected == "all":
+        monkeypatch.setattr("hf_moa.modeling.token_rows._TO_FIND", 10**12)
+    found, caches = [], []
+    for execution in ("dense", "auto"):
+        model = build(execution, case=case, attention_type=attention_type)
+        mask = torch.ones(3, 20, dtype=torch.long)
+        if padding:
+            mask[1, :7] = mask[2, :3] = 0
+        if case is T5:
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            kwargs = {"input_ids": tokens(20), "attention_mask": mask, "past_key_values": cache}
+            ids = tokens(24, seed=1)
+            steps = [model(decoder_input_ids=ids[:, i : i + 1], **kwargs).logits for i in range(24)]
+            found.append(torch.cat(steps, dim=1))
+            caches.append(cache.self_attention_cache.layers + cache.cross_attention_cache.layers)
+        else:
+            mask = torch.nn.functional.pad(mask, (0, 4), value=1)
+            logits, cache = decode.__wrapped__(model, tokens(24), [4] + [1] * 20, mask)
+            found.append(logits[mask.bool()])
+            caches.append(cache.layers)
+        size = caches[0][0].keys.shape[1] * caches[0][0].keys.shape[3]
+        monkeypatch.setattr("hf_moa.modeling.open_keys_cache._LEAST_NUMBERS", 3 * 12 * size)
+    torch.testing.assert_close(found[1], found[0], atol=1e-9, rtol=1e-9)
+    assert all(type(layer) is GatedDynamicLayer for layer in caches[0])
+    assert all(isinstance(layer, OpenKeysLayer) for layer in caches[1])
+
+
+def test_a_cache_that_is_opened_drops_the_skipped_keys_and_keeps_padding():
+    model, mask = build("dense", attention_type="mha"), torch.ones(3, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    _, cache = decode(model, tokens(), [12], mask)
+    outputs = model(tokens(), attention_mask=mask, output_cct_gates=True)
+    gates = [gate["kv"] > 0 for gate in outputs.cct_gates]
+    for layer, gate in zip(cache.layers, gates, strict=True):
+        opened = OpenKeysLayer.in_place_of(layer)
+        kept = gate | (mask == 0)
+        for b, positions in enumerate(opened.positions):
+            assert positions[positions >= 0].tolist() == kept[b].nonzero().flatten().tolist()
+        assert torch.equal(opened.spread().keys, layer.keys * kept[:, None, :, None])
+        assert opened.get_seq_length() == 12
+    assert any((~gate & (mask == 1)).any() for gate in gates)
+
+
+def test_empty_slots_are_closed_up():
+    """A step's tokens take one slot in all sequences; what is not one's own goes."""
+    generator, layer = torch.Generator().manual_seed(0), OpenKeysLayer.in_place_of(GatedDynamicLayer())
+    is_open = torch.rand(4, 300, generator=generator) < torch.tensor([0.1, 0.2, 0.3, 0.5]).unsqueeze(1)
+    states = torch.randn(4, 300, 2, 3, generator=generator)
+    for i in range(300):
+        rows = TokenRows(is_open[:, i : i + 1])
+        state = rows.gather(states[:, i : i + 1])
+        layer.update(state, -state, rows=rows)
+    most = int(is_open.sum(dim=1).max())
+    assert most < layer.keys.shape[2] <= 1 + most + max(8, most // 6)
+    expected = (states * is_open[:, :, None, None]).transpose(1, 2)
+    full = layer.spread()
+    assert torch.equal(full.keys, expected)
+    assert torch.equal(full.values, -expected)
 
 
 @MIXTURES
@@ -322,21 +399,54 @@ def test_gradients_go_through_the_cache():
         torch.testing.assert_close(actual, expected, atol=1e-8, rtol=1e-8, msg=name)
 
 
-def test_skipped_keys_keep_their_weight_beside_a_large_bias():
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_skipped_keys_keep_their_weight_beside_a_large_bias(mode):
     """An open key with a large bias and a low product does not hide them."""
     for size in (20.0, 110.0, 760.0):
         query, key = torch.tensor([[[[1.0]]]]).double(), torch.tensor([[[[-size - 1]]]]).double()
         rows = TokenRows(torch.tensor([[True, False]]))
-        context = attend_to_open_keys(
-            query,
-            OpenKeys.of(rows, key, torch.ones_like(key)),
-            query_rows=TokenRows(torch.tensor([[True]])),
-            visible=None,
-            scores=torch.tensor([[[[size, 0.0]]]]).double(),
-            causal=False,
-            scaling=1.0,
-        )
+        with mode():
+            context = attend_to_open_keys(
+                query,
+                OpenKeys.of(rows, key, torch.ones_like(key)),
+                query_rows=TokenRows(torch.tensor([[True]])),
+                visible=None,
+                scores=torch.tensor([[[[size, 0.0]]]]).double(),
+                causal=False,
+                scaling=1.0,
+            )
         torch.testing.assert_close(context.item(), torch.tensor(-1.0).sigmoid().item())
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("open_share", [0.0, 0.5, 1.0])
+def test_a_step_without_a_graph_has_the_same_bias(heads, open_share):
+    """Sequences without skipped keys, without open ones, and keys that the scores hide."""
+    torch.manual_seed(0)
+    is_open = torch.rand(4, 9) < open_share
+    is_open[0], is_open[1] = True, False
+    rows = TokenRows(is_open)
+    key, value = torch.randn(2, 4, 9, 3, 5).double()
+    keys = OpenKeys.of(rows, rows.gather(key), rows.gather(value))
+    bias = torch.randn(1, heads, 1, 9).double()
+    bias[..., 4] = -math.inf
+    for scores in (bias, torch.full_like(bias, -math.inf)):
+        contexts = []
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode():
+                context = attend_to_open_keys(
+                    torch.ones(1, 4, 3, 5).double(),
+                    keys,
+                    query_rows=TokenRows(torch.ones(4, 1, dtype=torch.bool)),
+                    visible=None,
+                    scores=scores,
+                    causal=False,
+                    scaling=0.4,
+                )
+            contexts.append(context)
+        torch.testing.assert_close(*contexts, atol=1e-12, rtol=1e-12)
+        assert contexts[0].isfinite().all()
+    assert not contexts[0].any()
 
 
 def test_cache_of_autocast_goes_on_outside():
@@ -440,10 +550,11 @@ def test_visible_keys_of_chunks_are_told_by_their_masks():
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_position_bias_either_way(pays, monkeypatch):
-    monkeypatch.setattr("hf_moa.modeling.attention.gathering_scores_pays", lambda *_, **__: pays)
+    monkeypatch.setattr("hf_moa.modeling.sparse_attention.gathering_scores_pays", lambda *_, **__: pays)
+    small_layers_skip(monkeypatch)
     attended = []
     monkeypatch.setattr(
-        "hf_moa.modeling.attention.attend_to_open_keys",
+        "hf_moa.modeling.sparse_attention.attend_to_open_keys",
         lambda *args, **kwargs: attended.append(1) or attend_to_open_keys(*args, **kwargs),
     )
     ids = tokens(9)

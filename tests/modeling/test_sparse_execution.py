@@ -14,7 +14,7 @@ from hf_moa.modeling.cct_feed_forward import FeedForwardGate
 from hf_moa.modeling.feed_forward import gated_dense
 from hf_moa.modeling.linear_slices import input_slice, is_plain, linear_slice
 from hf_moa.modeling.skipped_keys import visible_keys
-from hf_moa.modeling.token_rows import Execution, TokenRows, choose_execution
+from hf_moa.modeling.token_rows import Execution, GatedParts, TokenRows, choose_execution
 
 each_gated_variant = pytest.mark.parametrize(
     ("case", "fields"),
@@ -197,16 +197,40 @@ def test_all_closed_and_all_open(case, open_gates, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_auto_skips_where_enough_is_closed(dtype):
+    def choose(wanted, *gates, cost=1_000_000):
+        return choose_execution(wanted, *(GatedParts(each, cost) for each in gates))
+
     closed, all_open = torch.zeros(2, 256, dtype=dtype), torch.ones(2, 256, dtype=dtype)
     almost = all_open.clone()
     almost[0, 0] = 0  # 511 of 512, which bfloat16 has not
-    assert choose_execution("auto", closed) is Execution.ROWS
-    assert choose_execution("auto", closed, all_open) is Execution.ROWS
-    assert choose_execution("auto", almost, all_open) is Execution.GATED
-    assert choose_execution("auto", all_open, all_open) is Execution.OPEN
-    assert choose_execution("auto", closed.to("meta")) is Execution.GATED
-    assert choose_execution("dense", closed) is Execution.GATED
-    assert choose_execution("sparse", all_open) is Execution.ROWS
+    assert choose("auto", closed) is Execution.ROWS
+    assert choose("auto", closed, all_open) is Execution.ROWS
+    assert choose("auto", almost, all_open) is Execution.GATED
+    assert choose("auto", all_open, all_open) is Execution.OPEN
+    assert choose("auto", closed.to("meta")) is Execution.GATED
+    assert choose("dense", closed) is Execution.GATED
+    assert choose("sparse", all_open) is Execution.ROWS
+    # too small a layer
+    assert choose("auto", closed, cost=1_000) is Execution.GATED
+    assert choose("sparse", closed, cost=1_000) is Execution.ROWS
+
+
+@pytest.mark.parametrize("few", [0, 64])
+def test_what_is_saved_by_skipping(few, monkeypatch):
+    """A part without tokens saves the reading of its matrix, too; one with some, the closed ones."""
+    monkeypatch.setattr("hf_moa.modeling.token_rows._FEW_GATES", few)
+    for name, cost in (("_ROWS_TO_READ", 8), ("_TO_GATHER", 100)):
+        monkeypatch.setattr(f"hf_moa.modeling.token_rows.{name}", cost)
+    gates = torch.tensor([[[0, 1, 0, 1], [0, 0, 1, 1]]])  # two tokens, four parts
+    parts = GatedParts(gates, 10)
+    assert parts.open_tokens() == [0, 1, 1, 2]
+    assert parts.most_saved() == 10 * 4 * (8 + 2)
+    assert parts.saved([0, 1, 1, 2]) == 10 * ((8 + 2) + 1 + 1 + 0) - 3 * 100
+    one_kind = GatedParts(gates[..., 1], 10)
+    assert one_kind.open_tokens() == [1]
+    assert one_kind.saved([1]) == 10 - 100
+    one_token = GatedParts(gates[:, :1], 10)
+    assert one_token.saved([0, 1, 0, 1]) == 10 * 2 * (8 + 1)  # nothing to gather
 
 
 def test_training_is_dense(monkeypatch):
