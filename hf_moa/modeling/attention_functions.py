@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .precision import without_autocast
@@ -42,8 +43,13 @@ def upcast_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """GPT-2's `reorder_and_upcast_attn`: scores and softmax in float32, also under autocast."""
+    # the operator that GPT-2 takes, which scales while it multiplies: to the same last bit
     with without_autocast(query.device.type):
-        scores = query.float() @ key.float().transpose(2, 3) * scaling
+        rows, columns = query.float().flatten(0, 1), key.float().transpose(2, 3).flatten(0, 1)
+        scores = torch.baddbmm(
+            query.new_empty(1, dtype=torch.float32), rows, columns, beta=0, alpha=scaling
+        )
+        scores = scores.unflatten(0, query.shape[:2])
     if attention_mask is not None:
         scores = scores + attention_mask
     attentions = nn.functional.softmax(scores, dim=-1).to(value.dtype)
