@@ -19,6 +19,8 @@ CCT_SIZE = (512, 8)
 BATCHES = (1, 4)
 SHARES = (1.0, 0.5, 0.33, 0.1)
 MAE_PAST, CCT_PAST = 128, 512  # tokens in the cache
+SMALL_SIZES, SMALL_PAST = (128, 256, 512), 128
+SMALL_BATCHES, SMALL_SHARES = (1, 2, 4, 16), (1.0, 0.5, 0.2)
 STEPS_IN_A_TURN = 4
 
 
@@ -59,31 +61,49 @@ def measure_cct(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
             yield from cct_tables(*models, batch=batch, share=share, turns=turns)
 
 
+def measure_small_cct(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
+    """What "auto" takes where skipping saves little or nothing, against the dense form: 3 layers."""
+    fields = {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False, "n_layer": 3}
+    for hidden_size in SMALL_SIZES:
+        model = gated(hidden_size, 8, "mha", **fields).to(dtype)
+        for batch in SMALL_BATCHES:
+            for share in SMALL_SHARES:
+                candidates = {
+                    f"CCT, {execution}": with_gates(
+                        decoding_steps, model, execution, share, batch=batch, past=SMALL_PAST
+                    )
+                    for execution in ("dense", "sparse", "auto")
+                }
+                about = f"{share:.0%} of the gates open, batch {batch}, d={hidden_size}"
+                yield Table(
+                    group="small_cct_decoding",
+                    title=f"CCT, a decoding step behind {SMALL_PAST} tokens, {about}",
+                    results=compare_steps(candidates, turns=turns),
+                )
+
+
 def cct_tables(
     reference: nn.Module, model: nn.Module, *, batch: int, share: float, turns: int
 ) -> Iterator[Table]:
     """A step, the prompt before it, and the cache in between."""
-
-    def with_gates(make: Callable[..., Callable], execution: str) -> Callable[[], object]:
-        run = run_gated(lambda: make(model, batch=batch, past=CCT_PAST), model, execution, share)
-        return partial(run_gated, run, model, execution, share)
-
+    size = {"batch": batch, "past": CCT_PAST}
     about = f"{share:.0%} of the gates open, batch {batch}, d={CCT_SIZE[0]}"
     for what, make, measure_times in (
         ("a decoding step behind", decoding_steps, compare_steps),
         ("a prompt of", prompt, compare),
     ):
-        candidates = {"GPT-2": make(reference, batch=batch, past=CCT_PAST)}
+        candidates = {"GPT-2": make(reference, **size)}
         for execution in ("dense", "auto"):
-            candidates[f"CCT, {execution}"] = with_gates(make, execution)
+            candidates[f"CCT, {execution}"] = with_gates(make, model, execution, share, **size)
         yield Table(
             group="cct_decoding",
             title=f"CCT, {what} {CCT_PAST} tokens, {about}",
             results=measure_times(candidates, turns=turns),
         )
-    sizes = {"GPT-2": cache_size(decoding_steps(reference, batch=batch, past=CCT_PAST)())}
+    sizes = {"GPT-2": cache_size(decoding_steps(reference, **size)())}
     for execution in ("dense", "auto"):
-        sizes[f"CCT, {execution}"] = cache_size(with_gates(decoding_steps, execution)())
+        run = with_gates(decoding_steps, model, execution, share, **size)
+        sizes[f"CCT, {execution}"] = cache_size(run())
     first = sizes["GPT-2"]
     yield Table(
         group="cct_decoding",
@@ -91,6 +111,14 @@ def cct_tables(
         results=[Measurement(name=n, value=size / 1e6, ratio=size / first) for n, size in sizes.items()],
         unit="MB",
     )
+
+
+def with_gates(
+    make: Callable[..., Callable], model: nn.Module, execution: str, share: float, **size: int
+) -> Callable[[], object]:
+    """What `make` gives, with an execution and a share of open gates, from the prompt on."""
+    run = run_gated(lambda: make(model, **size), model, execution, share)
+    return partial(run_gated, run, model, execution, share)
 
 
 def compare_steps(candidates: dict[str, Callable], *, turns: int) -> list[Measurement]:
@@ -104,7 +132,7 @@ def plain(hidden_size: int, heads: int) -> nn.Module:
 
 
 def gated(hidden_size: int, heads: int, attention_type: str, **fields) -> nn.Module:
-    config = MoaGPT2Config(attention_type=attention_type, **fields, **sizes_of(hidden_size, heads))
+    config = MoaGPT2Config(attention_type=attention_type, **(sizes_of(hidden_size, heads) | fields))
     return MoaGPT2LMHeadModel(config)
 
 

@@ -29,6 +29,7 @@ BENCHMARKS = {
     "cct": cct.measure,
     "mae_decoding": decoding.measure_mae,
     "cct_decoding": decoding.measure_cct,
+    "small_cct_decoding": decoding.measure_small_cct,
     "memory": memory.measure,
 }
 # Okabe and Ito's colours, told apart in grey by their marks

@@ -79,7 +79,10 @@ def test_summary_has_a_row_for_each_table_of_the_same_candidates(benchmarks):
 def test_unknown_benchmark_is_an_error(benchmarks, capsys):
     with pytest.raises(SystemExit, match="2"):
         benchmarks("run").main(["speed"])
-    assert "must be of mae, moa, cct, mae_decoding, cct_decoding, memory" in capsys.readouterr().err
+    assert (
+        "must be of mae, moa, cct, mae_decoding, cct_decoding, small_cct_decoding, memory"
+        in capsys.readouterr().err
+    )
 
 
 def test_peak_memory_is_the_most_that_is_held_at_once(benchmarks):
