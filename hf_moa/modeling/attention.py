@@ -203,6 +203,12 @@ class GatedAttention(nn.Module):
         return self._compute(call, gates, mix, record)
 
     def _compute(
+        self, call: AttentionCall, gates: AttentionGates | None, mix: Any, record: dict[str, Any]
+    ) -> AttentionResult:
+        """What `forward` returns; see `_compute_all`."""
+        return self._compute_all(call, gates, mix, record)
+
+    def _compute_all(
         self,
         call: AttentionCall,
         gates: AttentionGates | None,

@@ -46,32 +46,31 @@ class SparseAttention(GatedAttention):
         return rows.scatter(update, fill.flatten())
 
     def _compute(
-        self,
-        call: AttentionCall,
-        gates: AttentionGates | None,
-        mix: Any,
-        record: dict[str, Any],
-        *,
-        all_open: bool = False,
+        self, call: AttentionCall, gates: AttentionGates | None, mix: Any, record: dict[str, Any]
     ) -> AttentionResult:
-        execution = Execution.GATED if gates is None else self._choose_execution(call, gates)
+        if gates is None or not self._may_skip(gates):
+            return self._compute_all(call, gates, mix, record)
+        cached = self._cached_open_keys(call, gates)
+        execution = self._choose_execution(gates, cached)
         if execution is Execution.ROWS:
-            return self._compute_rows(call, gates, mix, record)
+            return self._compute_rows(call, gates, mix, record, cached)
         if execution is Execution.OPEN_KEYS:
-            return self._compute_step(call, gates, mix, record)
-        return super()._compute(call, gates, mix, record, all_open=execution is Execution.OPEN)
+            return self._compute_step(call, gates, mix, record, cached)
+        return self._compute_all(call, gates, mix, record, all_open=execution is Execution.OPEN)
 
-    def _choose_execution(self, call: AttentionCall, gates: AttentionGates) -> Execution:
-        """How this call is computed."""
+    def _may_skip(self, gates: AttentionGates) -> bool:
+        """Whether gates are hard, can be looked at, and may skip something."""
+        if self.config.cct_execution == "dense" or self.training or self.cct.is_soft:
+            return False
+        return not is_traced(gates.query)
+
+    def _choose_execution(self, gates: AttentionGates, cached: OpenKeysLayer | None) -> Execution:
+        """How this call is computed, behind a cache of open keys or without one."""
         wanted = self.config.cct_execution
-        if wanted == "dense" or self.training or self.cct.is_soft:
-            return Execution.GATED
-        on_open_keys = False
-        if wanted == "auto" and call.past_key_values is not None and not is_traced(gates.query):
-            on_open_keys = self._cached_open_keys(call, gates) is not None
-            batch_size, length = gates.query.shape
-            if on_open_keys and (batch_size == 1 or length > 1):
-                wanted = "sparse"
+        on_open_keys = wanted == "auto" and cached is not None
+        batch_size, length = gates.query.shape
+        if on_open_keys and (batch_size == 1 or length > 1):
+            wanted = "sparse"
         parts = [GatedParts(gates.query, self.cost.query)]
         if gates.kv is not None:
             parts.append(GatedParts(gates.kv, self.cost.kv))
@@ -86,14 +85,18 @@ class SparseAttention(GatedAttention):
         return all(map(takes_rows, self.children()))
 
     def _compute_rows(
-        self, call: AttentionCall, gates: AttentionGates, mix: Any, record: dict[str, Any]
+        self,
+        call: AttentionCall,
+        gates: AttentionGates,
+        mix: Any,
+        record: dict[str, Any],
+        cached: OpenKeysLayer | None,
     ) -> AttentionResult:
         """The same as the dense flow, of the tokens whose gates are open."""
         query_rows = TokenRows(gates.query > 0)
         key_rows = None if call.source is None else TokenRows(gates.kv > 0)
         row_mix = self.mixture.take(mix, query_rows)
         query, key, value = self._project_rows(call, query_rows, key_rows, row_mix)
-        cached = self._cached_open_keys(call, gates)
         attentions = None
         if cached is not None or self._leaves_keys_out(call, query_rows, key_rows):
             keys = self._open_keys(call, cached, key, value, key_rows)
@@ -111,16 +114,21 @@ class SparseAttention(GatedAttention):
         return AttentionResult(context, attentions, row_mix, record, query_rows)
 
     def _compute_step(
-        self, call: AttentionCall, gates: AttentionGates, mix: Any, record: dict[str, Any]
+        self,
+        call: AttentionCall,
+        gates: AttentionGates,
+        mix: Any,
+        record: dict[str, Any],
+        cached: OpenKeysLayer,
     ) -> AttentionResult:
         """The same of one token for each sequence, all of them computed, behind a cache of open keys."""
         query, key, value = self.project(call.hidden_states, call.source, mix)
         if key is not None:
             key, value = self.cct.key_norm(key), self.cct.value_norm(value)
-        keys = self._open_keys_of_step(call, key, value, gates)
+        keys = self._open_keys_of_step(call, cached, key, value, gates)
         rows = TokenRows.all_of(query)
-        context = self._attend_to_open_keys(call, query.flatten(0, 1).unsqueeze(0), rows, keys, mix)
-        context = self.cct.gate_context(context.squeeze(0).view(query.shape), gates.query)
+        context = self._attend_to_open_keys(call, rows.gather(query), rows, keys, mix)
+        context = self.cct.gate_context(rows.scatter(context), gates.query)
         record["use"] = self._use(call, gates)
         return AttentionResult(context, None, mix, record)
 
@@ -190,10 +198,15 @@ class SparseAttention(GatedAttention):
         return cached.open_keys
 
     def _open_keys_of_step(
-        self, call: AttentionCall, key: Tensor | None, value: Tensor | None, gates: AttentionGates
+        self,
+        call: AttentionCall,
+        cached: OpenKeysLayer,
+        key: Tensor | None,
+        value: Tensor | None,
+        gates: AttentionGates,
     ) -> OpenKeys:
         """The same of all tokens' keys and values, `[B, S, num_kv_heads * dh]`."""
-        cached, rows = self._cached_open_keys(call, gates), None
+        rows = None
         if key is not None and cached.is_initialized and not self.is_cross_attention:
             shape = (self.num_kv_heads, self.head_dim)
             key, value = (x.unflatten(-1, shape).transpose(1, 2) for x in (key, value))
