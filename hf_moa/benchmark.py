@@ -52,8 +52,6 @@ def benchmark(
     Raises:
         ValueError: budgets that the model does not know, or without CCT; `turns` below 2.
     """
-    if turns < 2:
-        raise ValueError(f"turns must be at least 2 (got {turns}).")
     config = model.config
     if budgets is not None and not config.has_cct:
         raise ValueError(f"budgets need a model with CCT (got {list(budgets)}); leave them out.")

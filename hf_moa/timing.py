@@ -41,10 +41,15 @@ def compare(
 
     Args:
         candidates: name -> what to time; the first is what the others are compared with.
-        turns: how often each is timed.
+        turns: how often each is timed, at least twice.
         least_seconds: a candidate is called so often in a turn that it takes at least so long.
         title: of the progress bar.
+
+    Raises:
+        ValueError: `turns` below 2, of which there is no spread.
     """
+    if turns < 2:
+        raise ValueError(f"turns must be at least 2 (got {turns}).")
     calls = {}
     for name, function in candidates.items():
         for _ in range(3):

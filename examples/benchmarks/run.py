@@ -50,6 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = set(options.benchmark) - set(BENCHMARKS)
     if unknown:
         parser.error(f"{', '.join(unknown)}: must be of {', '.join(BENCHMARKS)}")
+    if options.turns < 2:
+        parser.error(f"--turns must be at least 2 (got {options.turns})")
 
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()

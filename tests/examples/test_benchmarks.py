@@ -35,6 +35,14 @@ def test_compare_reports_ratios_to_the_first(monkeypatch):
     assert len(calls) == 3 + 5
 
 
+def test_one_turn_is_refused(benchmarks, capsys):
+    with pytest.raises(ValueError, match=r"turns must be at least 2 \(got 1\)"):
+        timing.compare({"fast": lambda: None}, turns=1)
+    with pytest.raises(SystemExit):
+        benchmarks("run").main(["moa", "--turns", "1"])
+    assert "--turns must be at least 2 (got 1)" in capsys.readouterr().err
+
+
 def test_script_writes_tables_and_a_picture(benchmarks, tmp_path, monkeypatch, capsys):
     run, moa = benchmarks("run"), benchmarks("moa")
     monkeypatch.setattr(moa, "HIDDEN_SIZE", 64)
