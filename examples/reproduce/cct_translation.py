@@ -32,7 +32,7 @@ from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import layer_flops
 from runs import Results, Settings
-from scripts import Flags, budget_argument, run_folder
+from scripts import Flags, budget_argument, claimed, run_folder
 from summaries import (
     at_budget,
     by_seed,
@@ -137,11 +137,12 @@ def converted(plain: Path, fields: dict[str, int], seed: int, parent: Path) -> P
     from hf_moa import upcycle
 
     folder = run_folder(parent, "-".join(map(str, ["CCT", *fields.values()])), seed)
-    if not (folder / "tokenizer_config.json").is_file():
-        torch.manual_seed(seed)
-        gates = {"cct_budgets": list(SAMPLED), "cct_gate_hidden_size": GATE_SIZE}
-        upcycle(plain, **gates, **fields).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
+    with claimed(folder):
+        if not (folder / "tokenizer_config.json").is_file():
+            torch.manual_seed(seed)
+            gates = {"cct_budgets": list(SAMPLED), "cct_gate_hidden_size": GATE_SIZE}
+            upcycle(plain, **gates, **fields).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
     return folder
 
 

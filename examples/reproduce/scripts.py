@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 Flags = dict[str, Any]
 
@@ -34,17 +35,25 @@ def run_script(name: str, flags: Flags, output_dir: str | Path) -> dict[str, Any
 
 def run_script_once(name: str, flags: Flags, folder: str | Path) -> dict[str, Any]:
     """`run_script`, unless the folder holds this run already; one that was cut off there goes on, where
-    the flags say so.
+    the flags say so, and one that another process makes there is waited for.
 
     Raises:
         ValueError: the folder holds a run of other flags.
     """
-    _claim(Path(folder), flags)
-    finished = Path(folder, "all_results.json")
-    return read_json(finished) if finished.is_file() else run_script(name, flags, folder)
+    with claimed(folder):
+        _note_flags(Path(folder), flags)
+        finished = Path(folder, "all_results.json")
+        return read_json(finished) if finished.is_file() else run_script(name, flags, folder)
 
 
-def _claim(folder: Path, flags: Flags) -> None:
+def claimed(folder: str | Path) -> FileLock:
+    """Keeps other processes out of a folder, as a context: shards may need the same model."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder.with_name(f"{folder.name}.lock"))
+
+
+def _note_flags(folder: Path, flags: Flags) -> None:
     """Note in the folder whose run it holds."""
     path, text = folder / "flags.json", json.dumps(flags, indent=1, default=str)
     if path.is_file() and path.read_text(encoding="utf-8") != text:

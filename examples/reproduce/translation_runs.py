@@ -89,7 +89,7 @@ def train_translation(
         }
     found = run_script_once("run_translation_no_trainer", flags, folder)
     for checkpoint in Path(folder).glob("step_*"):
-        shutil.rmtree(checkpoint)
+        shutil.rmtree(checkpoint, ignore_errors=True)  # another process may be about it, too
     return {**found, "files": files}
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from test_run_qa import squad as squad_file
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reproduce"
 WORDS = ["the", "small", "red", "dog", "cat", "sees", "runs", "jumps", "over", "a", "house", "now"]
+TRY_TO_LOCK = """
+import sys
+from filelock import FileLock, Timeout
+try:
+    FileLock(sys.argv[1]).acquire(timeout=0)
+except Timeout:
+    sys.exit(0)
+sys.exit("nobody holds the lock")
+"""
 TINY_T5 = {"d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 1}
 
 
@@ -283,6 +293,23 @@ def test_a_training_that_ended_is_not_made_again(reproduce, data_dir, tmp_path, 
 
 
 # --- what they share ------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_others_out_of_its_folder(reproduce, tmp_path, monkeypatch):
+    scripts = reproduce("scripts")
+    folder = tmp_path / "models" / "run-1"
+    waiting = []
+
+    def run_script(name, flags, folder):
+        other = subprocess.run([sys.executable, "-c", TRY_TO_LOCK, f"{folder}.lock"], check=True)
+        waiting.append(other.returncode)
+        return {"name": name}
+
+    monkeypatch.setattr(scripts, "run_script", run_script)
+    assert scripts.run_script_once("run_clm", {"seed": 1}, folder) == {"name": "run_clm"}
+    assert waiting == [0]
+    with scripts.claimed(folder):  # it is free again
+        pass
 
 
 def test_no_source_is_in_two_splits(reproduce):
