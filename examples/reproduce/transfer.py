@@ -6,7 +6,8 @@ The MAE-7 models that mae_translation.py trained on Tatoeba are adapted to Multi
 its training data: not at all (NOFT), their gates (FTG), gates and attention's output projections (FTG+),
 everything (FTALL); beside these LoRA, of as many parameters as FTG, and a new model of the same size and
 vocabulary (SCRATCH). BLEU of the test text. Seed s starts from the s-th model; the first so many pairs
-are the data of all seeds.
+are the data of all seeds. All runs have the same number of updates, whatever the share of the data, but
+those of new models, which need more and have three times as many.
 
 Each method's learning rate is chosen first, with a quarter of the data, on the validation text, from the
 first model and with a seed that the report leaves out. A run that was stopped goes on where it was. The
@@ -36,17 +37,18 @@ from hf_moa_cli.command import load_checkpoint
 SEEDS = mae_translation.SEEDS
 FRACTIONS = (0.05, 0.1, 0.25, 0.5, 1.0)
 TUNING = {"fraction": 0.25, "seed": 0}
-PAIRS, EPOCHS, LEAST_STEPS = 29_000, 2, 200
+PAIRS = 29_000
+STEPS, STEPS_FROM_SCRATCH = 400, 1_200
 
 # name -> learning rates to choose from; NOFT has none. Of whole models they are Adafactor's, with which
 # those of mae_translation.py were trained.
 METHODS: dict[str, tuple[float, ...]] = {
     "NOFT": (),
-    "FTG": (3e-3, 1e-2),
-    "FTG+": (1e-3, 3e-3),
-    "LoRA": (1e-3, 3e-3),
+    "FTG": (1e-3, 3e-3, 1e-2),
+    "FTG+": (3e-4, 1e-3, 3e-3),
+    "LoRA": (3e-4, 1e-3, 3e-3),
     "FTALL": (3e-3, 1e-2, 3e-2),
-    "SCRATCH": (1e-2, 3e-2),
+    "SCRATCH": (1e-2, 3e-2, 6e-2),
 }
 WHOLE = ("FTALL", "SCRATCH")
 WARMUP = 0.1  # of the steps
@@ -94,8 +96,8 @@ def chosen_rate(results: Results, method: str) -> float:
     return best_rate(results, "bleu", method=method, **TUNING) if METHODS[method] else 0.0
 
 
-def num_steps(fraction: float) -> int:
-    return max(LEAST_STEPS, round(EPOCHS * fraction * PAIRS / FLAGS["per_device_train_batch_size"]))
+def num_steps(method: str) -> int:
+    return STEPS_FROM_SCRATCH if method == "SCRATCH" else STEPS
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
@@ -124,7 +126,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
     train = train_whole if settings["method"] in WHOLE else train_adapter
     held_out = files[f"{text}_source"], files[f"{text}_target"]
     with tempfile.TemporaryDirectory() as folder:
-        return train(settings["method"], base, flags, num_steps(settings["fraction"]), held_out, folder)
+        return train(settings["method"], base, flags, num_steps(settings["method"]), held_out, folder)
 
 
 def train_whole(
@@ -221,8 +223,8 @@ EXPERIMENT = Experiment(
         TEXTS,
         TRAINING,
         WARMUP,
-        EPOCHS,
-        LEAST_STEPS,
+        STEPS,
+        STEPS_FROM_SCRATCH,
     ],
 )
 
