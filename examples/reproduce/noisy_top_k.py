@@ -4,9 +4,10 @@ appendix A, table 6, on WikiText-2.
     python examples/reproduce/noisy_top_k.py --data_dir data
 
 A small GPT-2 whose feed-forward layers are 16 experts of which 2 are active: with and without the noise,
-with and without the two losses (weights 0.1 together, 0.2 alone). The load loss needs the noise. Test
-perplexity, and how evenly the test tokens are spread over the experts. A run that was stopped goes on
-where it was. The report:
+with and without the two losses (weights 0.1 together, 0.2 alone). The load loss needs the noise. Beside
+these stands a model without experts that computes as much: its layers are as wide as the 2 active ones
+together. Test perplexity, and how evenly the test tokens, which are routed without noise, are spread
+over the experts. A run that was stopped goes on where it was. The report:
 
     python examples/reproduce/noisy_top_k.py --report model_cards/noisy_top_k
 """
@@ -30,34 +31,40 @@ SEEDS = (1, 2, 3)
 STEPS = 1_200
 
 
-def router(router_type: str, **losses: float) -> Flags:
-    """A router with these of the losses, and no other."""
+NUM_ACTIVE, WIDTH = 2, 256  # experts of a token, and each one's hidden layer
+
+
+def experts(router_type: str, **losses: float) -> Flags:
+    """Experts with this router and these of its losses, and no other."""
     none = {"balance": 0, "z": 0, "importance": 0, "load": 0}
     coefficients = {f"router_{name}_loss_coef": value for name, value in {**none, **losses}.items()}
-    return {"router_type": router_type, "config_overrides": coefficients}
+    return {
+        "ffn_type": "moe",
+        "num_ffn_experts": 16,
+        "num_ffn_experts_per_token": NUM_ACTIVE,
+        "router_type": router_type,
+        "config_overrides": {"n_inner": WIDTH, **coefficients},
+    }
 
 
 VARIANTS: dict[str, Flags] = {
-    "noise, both losses": router("noisy_topk", importance=0.1, load=0.1),
-    "noise, importance loss": router("noisy_topk", importance=0.2),
-    "noise, load loss": router("noisy_topk", load=0.2),
-    "noise alone": router("noisy_topk"),
-    "importance loss alone": router("topk", importance=0.2),
-    "nothing": router("topk"),
+    "noise, both losses": experts("noisy_topk", importance=0.1, load=0.1),
+    "noise, importance loss": experts("noisy_topk", importance=0.2),
+    "noise, load loss": experts("noisy_topk", load=0.2),
+    "noise alone": experts("noisy_topk"),
+    "importance loss alone": experts("topk", importance=0.2),
+    "nothing": experts("topk"),
+    "no experts": {"config_overrides": {"n_inner": NUM_ACTIVE * WIDTH}},
 }
 FLAGS: Flags = {
     "model_type": "moa_gpt2",
     "vocab_size": 4096,
     "attention_type": "mha",
-    "ffn_type": "moe",
-    "num_ffn_experts": 16,
-    "num_ffn_experts_per_token": 2,
     "config_overrides": {
         "n_layer": 2,
         "n_embd": 128,
         "n_head": 4,
         "n_positions": 128,
-        "n_inner": 256,
         "resid_pdrop": 0,
         "embd_pdrop": 0,
         "attn_pdrop": 0,
@@ -88,12 +95,15 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
             folder=folder,
         )
         model = load_checkpoint(folder)
-        tables = tables_of(model, folder, found["files"]["test"], limit=1_000)
-    return {"perplexity": found["perplexity"], **balance(tables)}
+        measured = {"perplexity": found["perplexity"], "parameters": model.num_parameters()}
+        if model.config.ffn_type == "moe":
+            measured |= balance(tables_of(model, folder, found["files"]["test"], limit=1_000))
+    return measured
 
 
 def report(results: Results, folder: Path) -> str:
     columns = [
+        Column("parameters", "parameters", "{:,.0f}"),
         Column("perplexity", "perplexity", "{:.2f}", paired=True),
         LOAD_CV,
         LOAD_MAX,
