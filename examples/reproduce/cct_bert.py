@@ -28,7 +28,14 @@ from figures import draw_line, panels, save
 from gate_measures import layer_flops
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, budget_argument, merged, read_json, run_folder, run_script
-from summaries import at_budget, by_seed, latest, time_and_machine, with_deviation
+from summaries import (
+    at_budget,
+    by_seed,
+    latest,
+    mean_and_deviation,
+    time_and_machine,
+    with_deviation,
+)
 from wikitext_runs import train_on_wikitext
 
 from hf_moa.markdown import table
@@ -60,10 +67,13 @@ PRETRAINING: Flags = {
         "num_attention_heads": 8,
         "intermediate_size": 512,
         "max_position_embeddings": LENGTH,
+        "hidden_dropout_prob": 0,
+        "attention_probs_dropout_prob": 0,
         "pre_norm": True,
         "cct_gate_hidden_size": 16,  # an eighth of d, or the gates cost what they save
     },
     "max_seq_length": LENGTH,
+    "mlm_probability": 0.3,
     "learning_rate": 2e-3,
     "num_warmup_steps": 150,
     "lr_scheduler_type": "cosine",
@@ -119,9 +129,26 @@ def budgets_of(variant: str) -> tuple[float | None, ...]:
 def pretrain(settings: Settings, options: argparse.Namespace) -> dict:
     """One run of `examples/run_mlm_no_trainer.py`."""
     variant = settings["variant"]
-    found, _ = pretrained(variant, settings["seed"], options)
-    names = [at_budget("perplexity", budget) for budget in budgets_of(variant)]
-    return {name: found[name.replace(" ", "_")] for name in names}
+    found, folder = pretrained(variant, settings["seed"], options)
+    model = load_checkpoint(str(folder)).base_model
+    if variant != CCT:
+        return {"perplexity": found["perplexity"], "flops": layer_flops(model, LENGTH)}
+    measured = {}
+    for budget in BUDGETS:
+        perplexity, compute = (
+            found[at_budget(name, budget).replace(" ", "_")]
+            for name in ("perplexity", "compute_fraction")
+        )
+        measured[at_budget("perplexity", budget)] = perplexity
+        measured |= computed_at(model, budget, compute)
+    return measured
+
+
+def computed_at(model, budget: float, compute: float) -> dict[str, float]:
+    """The share of the gated part that was computed at a budget, and all operations for `LENGTH` tokens
+    of such a text."""
+    flops = layer_flops(model, LENGTH, budget=BUDGETS[-1], compute=compute)
+    return {at_budget("compute", budget): compute, at_budget("flops", budget): flops}
 
 
 def pretrained(variant: str, seed: int, options: argparse.Namespace) -> tuple[dict, Path]:
@@ -161,11 +188,7 @@ def finetune(settings: Settings, options: argparse.Namespace) -> dict:
         measured = {}
         for row in read_json(Path(folder, f"budget_results_{task}.json")):
             measured[at_budget("score", row["budget"])] = row[f"eval_{measure}"]
-            compute = row["compute_fraction"]
-            measured[at_budget("compute", row["budget"])] = compute
-            measured[at_budget("flops", row["budget"])] = layer_flops(
-                model, LENGTH, budget=BUDGETS[-1], compute=compute
-            )
+            measured |= computed_at(model, row["budget"], row["compute_fraction"])
         return measured
 
 
@@ -183,7 +206,7 @@ def data_of(task: str, data_dir: str | None) -> Flags:
 
 
 def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of a forward pass over lines of the test text, by variant and budget."""
+    """Milliseconds of a pretrained model's forward pass over the test text, by variant and budget."""
     import torch
     from transformers import AutoTokenizer
 
@@ -208,58 +231,84 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 
 
 def report(results: Results, folder: Path) -> str:
-    """A table in Markdown; the figure is written to `folder`."""
-    draw(results, folder / "scores.svg")
+    """Tables in Markdown; the figure is written to `folder`."""
+    draw(results, folder / "quality.svg")
     latency = latest(results, latency_of_batch=LATENCY_BATCH)
-    lines = []
+    pretraining, finetuning = [], []
     for variant in VARIANTS:
         for budget in budgets_of(variant):
             name = at_budget(variant, budget)
-            find = {"variant": variant, "steps": STEPS}
-            perplexity = by_seed(results, at_budget("perplexity", budget), **find)
-            cells = [with_deviation(perplexity.values())]
-            for task in TASKS:
-                cells.append(with_deviation(scores(results, task, variant, budget)))
-            compute, flops = (
-                by_seed(results, at_budget(measure, budget), task="sst2", **find).values()
-                for measure in ("compute", "flops")
+            compute = measures(results, None, "compute", variant, budget)
+            flops = measures(results, None, "flops", variant, budget, scale=1e-6)
+            pretraining.append(
+                [
+                    name,
+                    with_deviation(measures(results, None, "perplexity", variant, budget), "{:.2f}"),
+                    with_deviation(compute, "{:.2f}"),
+                    with_deviation(flops, "{:.0f}"),
+                    f"{latency[name]:.1f}" if name in latency else "-",
+                ]
             )
-            cells += [with_deviation(compute, "{:.2f}")]
-            cells += [with_deviation((x / 1e6 for x in flops), "{:.0f}")]
-            cells += [f"{latency[name]:.1f}" if name in latency else "-"]
-            lines.append([name, *cells])
-    heads = ["model", "perplexity", *(f"{t.upper()}, {m}" for t, (m, _) in TASKS.items())]
-    heads += ["of the gated part (SST-2)", f"MFLOPs per {LENGTH} tokens (SST-2)"]
+            finetuning.append([name])
+            for task in TASKS:
+                compute = measures(results, task, "compute", variant, budget)
+                share = f" ({with_deviation(compute, '{:.2f}')})" if compute else ""
+                finetuning[-1].append(with_deviation(scores(results, task, variant, budget)) + share)
+    heads = ["model", "perplexity", "of the gated part", f"MFLOPs per {LENGTH} tokens"]
     heads += [f"ms per {LATENCY_BATCH} rows"]
-    return f"{table(heads, lines)}\n\n{time_and_machine(results, steps=STEPS)}"
+    tasks = ["model", *(f"{task.upper()}, {measure}" for task, (measure, _) in TASKS.items())]
+    return "\n\n".join(
+        [
+            "### Pretraining",
+            table(heads, pretraining),
+            time_and_machine(results, steps=STEPS, task=None),
+            "### Finetuning: score (of the gated part)",
+            table(tasks, finetuning),
+            *(f"{task.upper()}: {time_and_machine(results, steps=STEPS, task=task)}" for task in TASKS),
+        ]
+    )
+
+
+def measures(
+    results: Results,
+    task: str | None,
+    measure: str,
+    variant: str,
+    budget: float | None,
+    scale: float = 1.0,
+) -> list[float]:
+    """What a variant's runs measured in a task, or (None) in pretraining."""
+    found = by_seed(results, at_budget(measure, budget), task=task, variant=variant, steps=STEPS)
+    return [scale * value for value in found.values()]
 
 
 def scores(results: Results, task: str, variant: str, budget: float | None) -> list[float]:
     """In per cent."""
     scale = 1 if task == "squad" else 100
-    found = by_seed(results, at_budget("score", budget), task=task, variant=variant, steps=STEPS)
-    return [scale * value for value in found.values()]
+    return measures(results, task, "score", variant, budget, scale=scale)
 
 
 def draw(results: Results, path: Path) -> None:
-    """Scores against the time of a forward pass."""
-    latency = latest(results, latency_of_batch=LATENCY_BATCH)
-    figure, axes = panels(len(TASKS))
-    for axis, (task, (measure, _)) in zip(axes, TASKS.items(), strict=True):
-        plain = [v for v in VARIANTS if v != CCT]
+    """Perplexity, and the scores of the tasks, against all that is computed."""
+    figure, axes = panels(1 + len(TASKS))
+    plain = [variant for variant in VARIANTS if variant != CCT]
+    for axis, task in zip(axes, (None, *TASKS), strict=True):
         for style, (name, variants) in enumerate(
             {"plain, each by itself": plain, "one model with CCT": [CCT]}.items()
         ):
-            points = [
-                (latency[at_budget(variant, budget)], scores(results, task, variant, budget))
-                for variant in variants
-                for budget in budgets_of(variant)
-                if at_budget(variant, budget) in latency
-            ]
+            points = []
+            for variant in variants:
+                for budget in budgets_of(variant):
+                    flops = measures(results, task, "flops", variant, budget, scale=1e-6)
+                    if flops:
+                        find = partial(measures, results, None, "perplexity")
+                        if task is not None:
+                            find = partial(scores, results, task)
+                        points.append((mean_and_deviation(flops)[0], find(variant, budget)))
             draw_line(axis, points, style, label=name)
-        axis.set_title(task.upper())
-        axis.set_xlabel(f"ms per {LATENCY_BATCH} rows of {LENGTH} tokens")
-        axis.set_ylabel(f"{measure} (%)")
+        axis.set_title("pretraining" if task is None else task.upper())
+        axis.set_xlabel(f"MFLOPs per {LENGTH} tokens, in the layers")
+        axis.set_ylabel("perplexity" if task is None else f"{TASKS[task][0]} (%)")
     save(figure, axes, path)
 
 
