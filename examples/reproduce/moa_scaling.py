@@ -9,9 +9,10 @@
 - translation of Multi30k: multi-head attention against MoA with 8 active heads of 8 and of 16 (8K8E,
   8K16E).
 
-MoA's heads are larger than those of multi-head attention, so that a layer's attention computes about as
-much (`attention_flops` per token, at the length of the texts). A run that was stopped goes on where it
-was. The report:
+MoA's heads are larger than those of multi-head attention, and smaller the more its routers compute, so
+that attention computes as much (`attention_flops` per token, at the length of the texts). The learning
+rates of both kinds of attention are chosen first, on the validation text and with a seed that the report
+leaves out. A run that was stopped goes on where it was. The report:
 
     python examples/reproduce/moa_scaling.py --report model_cards/moa_scaling
 """
@@ -29,8 +30,8 @@ from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
 from runs import Results, Settings
-from scripts import Flags, merged
-from summaries import Column, by_seed, time_and_machine, variant_table
+from scripts import Flags, merged, read_json_lines
+from summaries import Column, best_rate, by_seed, time_and_machine, variant_table
 from translation_runs import FLAGS, train_translation
 from wikitext_runs import train_on_wikitext
 
@@ -39,44 +40,46 @@ from hf_moa_cli.command import load_checkpoint
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
 STEPS = 1_500
+TUNING = {"text": "validation", "seed": 0}
 LENGTH, SENTENCE_LENGTH = 128, 16  # tokens of a block, of a sentence of Multi30k on average
 
 MHA: Flags = {"attention_type": "mha"}
-BERT_HEAD, T5_HEAD = {"head_dim": 22}, {"d_kv": 28}
+HEAD_SIZES = {8: 22, 16: 22, 32: 22, 64: 21}  # of BERT
 
 
-def moa(num_experts: int, head: dict[str, int], **losses: float) -> Flags:
-    """MoA with 8 active heads.
-
-    Args:
-        head: its size, under the name that the config has for it.
-        losses: their coefficients, where they are not the defaults.
-    """
-    overrides = {f"router_{name}_loss_coef": value for name, value in losses.items()}
+def moa(num_experts: int, **overrides: float) -> Flags:
+    """MoA with 8 active heads, and these fields of the config."""
     return {
         "attention_type": "moa",
         "num_attention_experts": num_experts,
-        "config_overrides": {**head, **overrides},
+        "config_overrides": overrides,
     }
 
 
-SCALING = {"MHA": MHA, **{f"MoA 8 of {n}": moa(n, BERT_HEAD) for n in EXPERTS}}
+def bert_moa(num_experts: int, **losses: float) -> Flags:
+    """The same of BERT, with these coefficients of the routers' losses, where not the defaults."""
+    coefficients = {f"router_{name}_loss_coef": value for name, value in losses.items()}
+    return moa(num_experts, head_dim=HEAD_SIZES[num_experts], **coefficients)
+
+
+SCALING = {**{f"MoA 8 of {n}": bert_moa(n) for n in EXPERTS}, "MHA": MHA}
 WITHOUT_LOSSES = {
-    "MoA 8 of 32, no balance loss": moa(32, BERT_HEAD, balance=0),
-    "MoA 8 of 32, no z loss": moa(32, BERT_HEAD, z=0),
-    "MoA 8 of 32, neither": moa(32, BERT_HEAD, balance=0, z=0),
+    "MoA 8 of 32, no balance loss": bert_moa(32, balance=0),
+    "MoA 8 of 32, no z loss": bert_moa(32, z=0),
+    "MoA 8 of 32, neither": bert_moa(32, balance=0, z=0),
 }
-TRANSLATION = {
-    "MHA (BASE)": MHA,
-    "MoA 8K8E": moa(8, T5_HEAD),
-    "MoA 8K16E": moa(16, T5_HEAD),
-}
+TRANSLATION = {"MHA": MHA, "MoA 8K8E": moa(8, d_kv=27), "MoA 8K16E": moa(16, d_kv=27)}
 VARIANTS: dict[str, dict[str, Flags]] = {
     "wikitext-2": SCALING | WITHOUT_LOSSES,
     "wikitext-103": SCALING,
     "multi30k": TRANSLATION,
 }
 OF_MASKED = ("wikitext-2", "wikitext-103")  # corpora
+# corpus -> learning rates to choose from, and with which variants; WikiText-103 has WikiText-2's
+RATES: dict[str, tuple[tuple[float, ...], tuple[str, str]]] = {
+    "wikitext-2": ((1e-3, 2e-3, 4e-3), ("MHA", "MoA 8 of 32")),
+    "multi30k": ((1e-2, 3e-2), ("MHA", "MoA 8K16E")),
+}
 MASKED: Flags = {
     "model_type": "moa_bert",
     "vocab_size": 4096,
@@ -90,7 +93,7 @@ MASKED: Flags = {
         "attention_probs_dropout_prob": 0,
     },
     "max_seq_length": LENGTH,
-    "learning_rate": 2e-3,
+    "mlm_probability": 0.3,
     "num_warmup_steps": 150,
     "lr_scheduler_type": "cosine",
     "weight_decay": 0.01,
@@ -99,49 +102,61 @@ MASKED: Flags = {
 }
 
 
-def runs(results: Results) -> list[Settings]:
+def tuning_runs(results: Results) -> list[Settings]:
     return [
-        {"corpus": corpus, "variant": variant, "steps": STEPS, "seed": seed}
-        for seed in SEEDS
-        for corpus, variants in VARIANTS.items()
+        {"corpus": corpus, "variant": variant, "learning_rate": rate, "steps": STEPS, **TUNING}
+        for corpus, (rates, variants) in RATES.items()
         for variant in variants
+        for rate in rates
     ]
 
 
+def final_runs(results: Results) -> list[Settings]:
+    rates = {(c, v): chosen_rate(results, c, v) for c, variants in VARIANTS.items() for v in variants}
+    return [
+        {"corpus": c, "variant": v, "learning_rate": rates[c, v], "steps": STEPS, "seed": seed}
+        for seed in SEEDS
+        for c, v in rates
+    ]
+
+
+def chosen_rate(results: Results, corpus: str, variant: str) -> float:
+    """That with the smallest validation loss among the tuning runs of this kind of attention."""
+    corpus = corpus if corpus in RATES else OF_MASKED[0]
+    of_mha, of_moa = RATES[corpus][1]
+    tuned = of_mha if variant == "MHA" else of_moa
+    return best_rate(results, "loss", smallest=True, corpus=corpus, variant=tuned, **TUNING)
+
+
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
-    """One training run, and the expert load on the test text."""
+    """One training run, and the expert load on the text that it is evaluated on."""
     train = translation if settings["corpus"] == "multi30k" else masked
     flags = VARIANTS[settings["corpus"]][settings["variant"]]
+    run = {
+        "steps": settings["steps"],
+        "seed": settings["seed"],
+        "text": settings.get("text", "test"),
+        "data_dir": options.data_dir,
+        "work_dir": options.work_dir,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        return train(flags, settings, options, folder)
+        flags = {**flags, "learning_rate": settings["learning_rate"]}
+        found = train(settings["corpus"], flags, folder, run)
+        curve = [log["loss"] for log in read_json_lines(Path(folder, "log.jsonl")) if "loss" in log]
+    return found | {"curve": [round(loss, 3) for loss in curve]}
 
 
-def masked(flags: Flags, settings: Settings, options: argparse.Namespace, folder: str) -> dict:
-    found = train_on_wikitext(
-        "run_mlm_no_trainer",
-        settings["corpus"],
-        merged(MASKED, flags),
-        steps=settings["steps"],
-        seed=settings["seed"],
-        data_dir=options.data_dir,
-        work_dir=options.work_dir,
-        folder=folder,
-    )
-    return {"perplexity": found["perplexity"], **model_facts(folder, found["files"]["test"])}
+def masked(corpus: str, flags: Flags, folder: str, run: dict[str, Any]) -> dict:
+    flags = merged(MASKED, flags)
+    found = train_on_wikitext("run_mlm_no_trainer", corpus, flags, folder=folder, **run)
+    facts = model_facts(folder, found["files"][run["text"]])
+    return {"perplexity": found["perplexity"], "loss": found["eval_loss"], **facts}
 
 
-def translation(flags: Flags, settings: Settings, options: argparse.Namespace, folder: str) -> dict:
-    found = train_translation(
-        settings["corpus"],
-        flags,
-        steps=settings["steps"],
-        seed=settings["seed"],
-        data_dir=options.data_dir,
-        work_dir=options.work_dir,
-        folder=folder,
-    )
-    files = found["files"]
-    facts = model_facts(folder, files["test_source"], files["test_target"])
+def translation(corpus: str, flags: Flags, folder: str, run: dict[str, Any]) -> dict:
+    found = train_translation(corpus, flags, folder=folder, **run)
+    source, target = (found["files"][f"{run['text']}_{side}"] for side in ("source", "target"))
+    facts = model_facts(folder, source, target)
     return {"bleu": found["bleu"], "loss": found["eval_loss"], **facts}
 
 
@@ -155,7 +170,8 @@ def model_facts(folder: str, text: str, target: str | None = None) -> dict[str, 
     attention = sum(part.active for part in flops.parts if part.part.endswith("attention"))
     facts = {"parameters": model.num_parameters(), "attention_flops": attention / length}
     if model.config.attention_type == "moa":
-        facts |= balance(tables_of(model, folder, text, target=target, limit=1_000))
+        tables = tables_of(model, folder, text, target=target, limit=1_000)
+        facts |= {**balance(tables), "router_entropy": tables["router_entropy"]["entropy"].mean()}
     return facts
 
 
@@ -175,11 +191,12 @@ def report(results: Results, folder: Path) -> str:
             table_of(results, corpus, SCALING, [*size, perplexity, LOAD_MAX]),
             time_and_machine(results, corpus=corpus),
         ]
+    loads = [LOAD_MAX, LOAD_CV, UNUSED, Column("router entropy", "router_entropy", "{:.2f}")]
     ablation = ["MoA 8 of 32", *WITHOUT_LOSSES]
     loss = Column("test loss", "loss", "{:.3f}", paired=True)
     parts += [
         "### Without the routers' losses (wikitext-2)",
-        table_of(results, "wikitext-2", ablation, [perplexity, LOAD_MAX, LOAD_CV, UNUSED]),
+        table_of(results, "wikitext-2", ablation, [perplexity, *loads]),
         "### Translation (multi30k)",
         table_of(results, "multi30k", TRANSLATION, [*size, bleu, loss, LOAD_MAX]),
         time_and_machine(results, corpus="multi30k"),
@@ -188,14 +205,14 @@ def report(results: Results, folder: Path) -> str:
 
 
 def table_of(results: Results, corpus: str, variants: Iterable[str], columns: Sequence[Column]) -> str:
-    return variant_table(results, variants, columns, corpus=corpus, steps=STEPS)
+    return variant_table(results, variants, columns, corpus=corpus, steps=STEPS, text=None)
 
 
 def draw(results: Results, path: Path) -> None:
     """Perplexity against the number of experts."""
     figure, axes = panels(len(OF_MASKED))
     for axis, corpus in zip(axes, OF_MASKED, strict=True):
-        find = partial(by_seed, results, "perplexity", corpus=corpus, steps=STEPS)
+        find = partial(by_seed, results, "perplexity", corpus=corpus, steps=STEPS, text=None)
         base = list(find(variant="MHA").values())
         points = [(n, list(find(variant=f"MoA 8 of {n}").values())) for n in EXPERTS]
         draw_line(axis, [(n, base) for n in EXPERTS], 0, label="MHA of equal compute")
@@ -211,11 +228,11 @@ def draw(results: Results, path: Path) -> None:
 EXPERIMENT = Experiment(
     name="moa_scaling",
     description=__doc__,
-    phases=(Phase("training", runs, measure),),
+    phases=(Phase("rates", tuning_runs, measure), Phase("training", final_runs, measure)),
     report=report,
     needed={},
     optional=DATA_DIR | WORK_DIR,
-    plan=lambda: [MASKED, FLAGS, VARIANTS],
+    plan=lambda: [MASKED, FLAGS, VARIANTS, RATES],
 )
 
 if __name__ == "__main__":

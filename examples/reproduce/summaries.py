@@ -79,10 +79,12 @@ def differences(values: dict[int, float], base: dict[int, float]) -> list[float]
     return [values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())]
 
 
-def best_rate(results: Results, measure: str, **settings: Any) -> float:
-    """The learning rate of the run with the largest value among those with `settings`; NaN of none."""
+def best_rate(results: Results, measure: str, *, smallest: bool = False, **settings: Any) -> float:
+    """The learning rate of the run with the largest (or smallest) value among those with `settings`; NaN
+    of none."""
     rows = results.find(**settings)
-    row = max(rows, key=lambda row: row["measured"][measure], default=None)
+    choose = min if smallest else max
+    row = choose(rows, key=lambda row: row["measured"][measure], default=None)
     return float("nan") if row is None else row["settings"]["learning_rate"]
 
 

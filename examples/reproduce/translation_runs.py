@@ -54,6 +54,7 @@ def train_translation(
     folder: str | Path,
     start: str | Path | None = None,
     evaluate: bool = True,
+    text: str = "test",
 ) -> dict[str, Any]:
     """One run of `examples/run_translation_no_trainer.py`.
 
@@ -64,7 +65,8 @@ def train_translation(
         work_dir: for corpora that have to be split.
         folder: for the model; a run that was cut off there goes on, one that ended is not made again.
         start: folder of a model to train on; default: a new one.
-        evaluate: on the test text, in the end.
+        evaluate: in the end.
+        text: that it is evaluated on, "test" or "validation".
 
     Returns:
         What the script measured, and the `files`.
@@ -83,8 +85,8 @@ def train_translation(
     }
     if evaluate:
         flags |= {
-            "validation_source": files["test_source"],
-            "validation_target": files["test_target"],
+            "validation_source": files[f"{text}_source"],
+            "validation_target": files[f"{text}_target"],
             "eval_steps": steps + 1,  # in the end alone
         }
     found = run_script_once("run_translation_no_trainer", flags, folder)

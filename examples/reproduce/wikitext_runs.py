@@ -19,8 +19,9 @@ def train_on_wikitext(
     data_dir: str | None,
     work_dir: str | Path,
     folder: str | Path,
+    text: str = "test",
 ) -> dict[str, Any]:
-    """Run `run_clm_no_trainer` or `run_mlm_no_trainer`, evaluated on the test text in the end.
+    """Run `run_clm_no_trainer` or `run_mlm_no_trainer`, evaluated in the end.
 
     Args:
         script: which one.
@@ -28,6 +29,7 @@ def train_on_wikitext(
         flags: of the model and its training.
         data_dir, work_dir: of `wikitext`.
         folder: for the model; a run that ended there is not made again.
+        text: that it is evaluated on, "test" or "validation".
 
     Returns:
         What the script measured, and the `files`.
@@ -36,7 +38,7 @@ def train_on_wikitext(
     flags = {
         **flags,
         "train_file": files["train"],
-        "validation_file": files["test"],
+        "validation_file": files[text],
         "max_train_steps": steps,
         "eval_steps": steps + 1,  # in the end alone
         "seed": seed,

@@ -121,7 +121,8 @@ def test_translation_specialisation_and_transfer(reproduce, data_dir, tmp_path, 
 
     shutil.rmtree(tmp_path / "models/tatoeba/MAE-7-1")  # it is trained again
     transfer = reproduce("transfer")
-    transfer.SEEDS, transfer.FRACTIONS, transfer.PAIRS, transfer.LEAST_STEPS = (1,), (0.5,), 40, 2
+    transfer.SEEDS, transfer.FRACTIONS, transfer.PAIRS = (1,), (0.5,), 40
+    transfer.STEPS = transfer.STEPS_FROM_SCRATCH = 2
     transfer.METHODS |= {name: rates[:1] for name, rates in transfer.METHODS.items()}
     results = tmp_path / "transfer.jsonl"
     transfer.EXPERIMENT.main([*folders, "--results", str(results)])
@@ -166,17 +167,25 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     module.SEEDS, module.STEPS = (1,), 3
     module.MASKED |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
     module.MASKED["config_overrides"] |= {"num_hidden_layers": 1}
-    translation = {"MoA 8K16E": {**module.moa(16, {"d_kv": 4}), "num_attention_heads": 4}}
+    moa = {**module.moa(16, d_kv=4), "num_attention_heads": 4}
+    translation = {"MHA": module.MHA, "MoA 8K16E": moa}
     left_out = ("MoA 8 of 16", "MoA 8 of 64", "MoA 8 of 32, no z loss")
     masked = {k: v for k, v in module.VARIANTS["wikitext-2"].items() if k not in left_out}
     other = {"MoA 8 of 8": masked["MoA 8 of 8"]}
     module.VARIANTS |= {"wikitext-2": masked, "wikitext-103": other, "multi30k": translation}
     module.EXPERTS = (8, 32)
+    for corpus, (rates, variants) in module.RATES.items():
+        module.RATES[corpus] = rates[:2], variants
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
-    measured = {row["settings"]["variant"]: row["measured"] for row in rows_of(results)}
-    assert len(rows_of(results)) == 7
+    rows = rows_of(results)
+    assert [row["settings"].get("text") for row in rows] == ["validation"] * 8 + [None] * 8
+    found = [row for row in rows[8:] if row["settings"]["corpus"] == "wikitext-2"]
+    measured = {row["settings"]["variant"]: row["measured"] for row in found}
     assert "load_cv" not in measured["MHA"]
+    rates = {row["settings"]["learning_rate"]: row["measured"]["loss"] for row in rows[:2]}
+    assert found[-3]["settings"]["learning_rate"] == min(rates, key=rates.get)
+    assert found[-3]["settings"]["variant"] == "MHA"
     assert measured["MoA 8 of 8"]["load_max"] == pytest.approx(1)
     assert measured["MoA 8 of 32"]["load_max"] > 1
     sizes = [measured[name]["attention_flops"] for name in ("MHA", "MoA 8 of 8", "MoA 8 of 32")]
@@ -201,7 +210,8 @@ def test_language_models(reproduce, data_dir, tmp_path, capsys, name):
     assert [row["settings"]["variant"] for row in rows] == list(module.VARIANTS)
     assert all(row["measured"]["perplexity"] > 1 for row in rows)
     gated = "load_cv" if name == "noisy_top_k" else "entropy"
-    assert sum(gated in row["measured"] for row in rows) == len(rows) - (name != "noisy_top_k")
+    without = [row["settings"]["variant"] for row in rows if gated not in row["measured"]]
+    assert without == ["no experts" if name == "noisy_top_k" else "BASE"]
     assert report_of(module, results, tmp_path, capsys).count("| 1 |") == len(rows)
 
 
@@ -267,16 +277,17 @@ def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):  # noqa: F81
     rows = rows_of(results)
     assert len(rows) == 3 + 3 * 2 + 1
     gated = [row for row in rows if row["settings"].get("variant") == "CCT"]
-    assert gated[0]["measured"].keys() == {f"perplexity at {b:g}" for b in module.BUDGETS}
+    names = ("perplexity", "compute", "flops")
+    assert gated[0]["measured"].keys() == {f"{n} at {b:g}" for n in names for b in module.BUDGETS}
     for row in gated[1:]:
-        assert {"score at 1", "compute at 0.2"} < row["measured"].keys()
+        assert {"score at 1", "compute at 0.2", "flops at 0.5"} < row["measured"].keys()
     assert set(rows[-1]["measured"]) == {
         "plain, 6 layers",
         "plain, 1 layer",
         *(f"CCT at {b:g}" for b in module.BUDGETS),
     }
     assert "| CCT at 0.33 |" in report_of(module, results, tmp_path, capsys)
-    assert (tmp_path / "scores.svg").is_file()
+    assert (tmp_path / "quality.svg").is_file()
 
 
 @pytest.mark.slow
