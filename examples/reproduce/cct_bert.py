@@ -25,7 +25,7 @@ from pathlib import Path
 from corpora import find_file, read_lines, wikitext
 from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
-from gate_measures import layer_flops
+from gate_measures import computed_at, layer_flops
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, budget_argument, merged, read_json, run_folder, run_script
 from summaries import (
@@ -140,15 +140,8 @@ def pretrain(settings: Settings, options: argparse.Namespace) -> dict:
             for name in ("perplexity", "compute_fraction")
         )
         measured[at_budget("perplexity", budget)] = perplexity
-        measured |= computed_at(model, budget, compute)
+        measured |= computed_at(model, LENGTH, budget=budget, compute=compute)
     return measured
-
-
-def computed_at(model, budget: float, compute: float) -> dict[str, float]:
-    """The share of the gated part that was computed at a budget, and all operations for `LENGTH` tokens
-    of such a text."""
-    flops = layer_flops(model, LENGTH, budget=BUDGETS[-1], compute=compute)
-    return {at_budget("compute", budget): compute, at_budget("flops", budget): flops}
 
 
 def pretrained(variant: str, seed: int, options: argparse.Namespace) -> tuple[dict, Path]:
@@ -187,8 +180,9 @@ def finetune(settings: Settings, options: argparse.Namespace) -> dict:
             return {"score": found[f"eval_{measure}"], "flops": layer_flops(model, LENGTH)}
         measured = {}
         for row in read_json(Path(folder, f"budget_results_{task}.json")):
-            measured[at_budget("score", row["budget"])] = row[f"eval_{measure}"]
-            measured |= computed_at(model, row["budget"], row["compute_fraction"])
+            budget, compute = row["budget"], row["compute_fraction"]
+            measured[at_budget("score", budget)] = row[f"eval_{measure}"]
+            measured |= computed_at(model, LENGTH, budget=budget, compute=compute)
         return measured
 
 
@@ -243,7 +237,7 @@ def report(results: Results, folder: Path) -> str:
             pretraining.append(
                 [
                     name,
-                    with_deviation(measures(results, None, "perplexity", variant, budget), "{:.2f}"),
+                    with_deviation(quality(results, None, variant, budget), "{:.2f}"),
                     with_deviation(compute, "{:.2f}"),
                     with_deviation(flops, "{:.0f}"),
                     f"{latency[name]:.1f}" if name in latency else "-",
@@ -253,7 +247,7 @@ def report(results: Results, folder: Path) -> str:
             for task in TASKS:
                 compute = measures(results, task, "compute", variant, budget)
                 share = f" ({with_deviation(compute, '{:.2f}')})" if compute else ""
-                finetuning[-1].append(with_deviation(scores(results, task, variant, budget)) + share)
+                finetuning[-1].append(with_deviation(quality(results, task, variant, budget)) + share)
     heads = ["model", "perplexity", "of the gated part", f"MFLOPs per {LENGTH} tokens"]
     heads += [f"ms per {LATENCY_BATCH} rows"]
     tasks = ["model", *(f"{task.upper()}, {measure}" for task, (measure, _) in TASKS.items())]
@@ -282,8 +276,10 @@ def measures(
     return [scale * value for value in found.values()]
 
 
-def scores(results: Results, task: str, variant: str, budget: float | None) -> list[float]:
-    """In per cent."""
+def quality(results: Results, task: str | None, variant: str, budget: float | None) -> list[float]:
+    """A task's scores in per cent, or (None) the perplexity of pretraining."""
+    if task is None:
+        return measures(results, None, "perplexity", variant, budget)
     scale = 1 if task == "squad" else 100
     return measures(results, task, "score", variant, budget, scale=scale)
 
@@ -296,15 +292,12 @@ def draw(results: Results, path: Path) -> None:
         for style, (name, variants) in enumerate(
             {"plain, each by itself": plain, "one model with CCT": [CCT]}.items()
         ):
-            points = []
-            for variant in variants:
-                for budget in budgets_of(variant):
-                    flops = measures(results, task, "flops", variant, budget, scale=1e-6)
-                    if flops:
-                        find = partial(measures, results, None, "perplexity")
-                        if task is not None:
-                            find = partial(scores, results, task)
-                        points.append((mean_and_deviation(flops)[0], find(variant, budget)))
+            points = [
+                (mean_and_deviation(flops)[0], quality(results, task, variant, budget))
+                for variant in variants
+                for budget in budgets_of(variant)
+                if (flops := measures(results, task, "flops", variant, budget, scale=1e-6))
+            ]
             draw_line(axis, points, style, label=name)
         axis.set_title("pretraining" if task is None else task.upper())
         axis.set_xlabel(f"MFLOPs per {LENGTH} tokens, in the layers")

@@ -30,7 +30,7 @@ from pathlib import Path
 from corpora import multi30k
 from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
-from gate_measures import layer_flops
+from gate_measures import computed_at, layer_flops
 from runs import Results, Settings
 from scripts import Flags, budget_argument, claimed, run_folder
 from summaries import (
@@ -159,10 +159,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
             measured["flops"] = layer_flops(model, *LENGTHS)
         else:
             compute = mean_compute(model, translator, budget)
-            measured[at_budget("compute", budget)] = compute
-            measured[at_budget("flops", budget)] = layer_flops(
-                model, *LENGTHS, budget=BUDGETS[-1], compute=compute
-            )
+            measured |= computed_at(model, *LENGTHS, budget=budget, compute=compute)
     return measured
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from summaries import Column
+from summaries import Column, at_budget
 
 from hf_moa.analysis import analyze
 from hf_moa.analysis.text_batches import TextBatches, read_text
@@ -90,3 +90,15 @@ def layer_flops(model: Any, *lengths: int, budget: float | None = None, compute:
     full = active(1.0)
     skippable = (full - active(budget)) / (1 - budget)
     return full - skippable * (1 - compute)
+
+
+def computed_at(model: Any, *lengths: int, budget: float, compute: float) -> dict[str, float]:
+    """What a CCT model computed at a budget, under the names that an experiment keeps: `compute`, the
+    share of what the gates can skip, and `flops`, all of `layer_flops`.
+
+    Args:
+        lengths, compute: of `layer_flops`.
+    """
+    smallest = model.config.listed_budgets[-1]
+    flops = layer_flops(model, *lengths, budget=smallest, compute=compute)
+    return {at_budget("compute", budget): compute, at_budget("flops", budget): flops}

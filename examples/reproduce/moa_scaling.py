@@ -29,8 +29,8 @@ from typing import Any
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
-from runs import Results, Settings
-from scripts import Flags, merged, read_json_lines
+from runs import Results, Settings, read_json_lines
+from scripts import Flags, merged
 from summaries import Column, best_rate, by_seed, time_and_machine, variant_table
 from translation_runs import FLAGS, train_translation
 from wikitext_runs import train_on_wikitext

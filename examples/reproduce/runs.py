@@ -35,8 +35,7 @@ class Results:
 
     def read(self) -> None:
         """Read the file again: other processes may have added to it."""
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
-        self.rows = [json.loads(line) for line in lines]
+        self.rows = read_json_lines(self.path) if self.path.is_file() else []
         others = [row for row in self.rows if row.get("plan", self.plan) != self.plan]
         if self.plan is not None and others:
             raise ValueError(
@@ -66,6 +65,10 @@ class Results:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self.rows.append(row)
+
+
+def read_json_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def carry_out(
