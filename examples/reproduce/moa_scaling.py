@@ -33,7 +33,7 @@ from runs import Results, Settings, read_json_lines
 from scripts import Flags, merged
 from summaries import Column, best_rate, by_seed, time_and_machine, variant_table
 from translation_runs import FLAGS, train_translation
-from wikitext_runs import train_on_wikitext
+from wikitext_runs import LENGTH, SMALL_BERT, train_on_wikitext
 
 from hf_moa_cli.command import load_checkpoint
 
@@ -41,10 +41,10 @@ SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
 STEPS = 1_500
 TUNING = {"text": "validation", "seed": 0}
-LENGTH, SENTENCE_LENGTH = 128, 16  # tokens of a block, of a sentence of Multi30k on average
+SENTENCE_LENGTH = 16  # tokens, of Multi30k on average
 
 MHA: Flags = {"attention_type": "mha"}
-HEAD_SIZES = {8: 22, 16: 22, 32: 22, 64: 21}  # of BERT
+HEAD_SIZES = {8: 26, 16: 25, 32: 25, 64: 23}  # of BERT
 
 
 def moa(num_experts: int, **overrides: float) -> Flags:
@@ -77,29 +77,10 @@ VARIANTS: dict[str, dict[str, Flags]] = {
 OF_MASKED = ("wikitext-2", "wikitext-103")  # corpora
 # corpus -> learning rates to choose from, and with which variants; WikiText-103 has WikiText-2's
 RATES: dict[str, tuple[tuple[float, ...], tuple[str, str]]] = {
-    "wikitext-2": ((1e-3, 2e-3, 4e-3), ("MHA", "MoA 8 of 32")),
+    "wikitext-2": ((3e-3, 6e-3, 1.2e-2), ("MHA", "MoA 8 of 32")),
     "multi30k": ((1e-2, 3e-2), ("MHA", "MoA 8K16E")),
 }
-MASKED: Flags = {
-    "model_type": "moa_bert",
-    "vocab_size": 4096,
-    "config_overrides": {
-        "hidden_size": 128,
-        "num_attention_heads": 8,
-        "num_hidden_layers": 4,
-        "intermediate_size": 512,
-        "max_position_embeddings": LENGTH,
-        "hidden_dropout_prob": 0,
-        "attention_probs_dropout_prob": 0,
-    },
-    "max_seq_length": LENGTH,
-    "mlm_probability": 0.3,
-    "num_warmup_steps": 150,
-    "lr_scheduler_type": "cosine",
-    "weight_decay": 0.01,
-    "per_device_train_batch_size": 16,
-    "per_device_eval_batch_size": 64,
-}
+MASKED: Flags = merged(SMALL_BERT, {"config_overrides": {"num_hidden_layers": 4}})
 
 
 def tuning_runs(results: Results) -> list[Settings]:
