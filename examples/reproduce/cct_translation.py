@@ -149,18 +149,20 @@ def converted(plain: Path, fields: dict[str, int], seed: int, parent: Path) -> P
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
-    """One training run, and BLEU of a beam search at each budget."""
+    """One training run; at each budget, BLEU of a beam search and the loss of the references."""
     folder = trained_model(settings["variant"], settings["seed"], options)
     model = load_checkpoint(str(folder))
     translator = held_out_text(options, folder)
     measured = {"parameters": model.num_parameters()}
     for budget in budgets_of(settings["variant"]):
-        bleu = translator.bleu(model, num_beams=5, **budget_argument(budget))
-        measured[at_budget("bleu", budget)] = bleu
+        chosen = budget_argument(budget)
+        outputs = on_references(model, translator, **chosen)
+        measured[at_budget("bleu", budget)] = translator.bleu(model, num_beams=5, **chosen)
+        measured[at_budget("loss", budget)] = outputs.loss.item()
         if budget is None:
             measured["flops"] = layer_flops(model, *LENGTHS)
         else:
-            compute = mean_compute(model, translator, budget)
+            compute = outputs.compute_fraction.mean().item()
             measured |= computed_at(model, *LENGTHS, budget=budget, compute=compute)
     return measured
 
@@ -170,21 +172,20 @@ def held_out_text(options: argparse.Namespace, folder: Path, limit: int | None =
     return Translator(folder, files["test_source"], files["test_target"], limit=limit)
 
 
-def mean_compute(model, translator: Translator, budget: float) -> float:
-    """Of the gated part, over the references."""
+def on_references(model, translator: Translator, **budget: float):
+    """The model's outputs for the sources and their references."""
     import torch
 
     encode = partial(translator.tokenizer, padding=True, return_tensors="pt")
     source, target = encode(translator.sources), encode(text_target=translator.references)
     labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, -100)
     with torch.no_grad():
-        outputs = model(
+        return model(
             input_ids=source["input_ids"],
             attention_mask=source["attention_mask"],
             labels=labels,
-            budget=budget,
+            **budget,
         )
-    return outputs.compute_fraction.mean().item()
 
 
 def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
@@ -207,39 +208,44 @@ def report(results: Results, folder: Path) -> str:
     """Tables in Markdown; the figure is written to `folder`."""
     draw(results, folder / "bleu.svg")
     latency = latest(results, latency=LATENCY_SENTENCES)
-    full = bleus(results, LARGEST)
+    full = found_in(results, "bleu", LARGEST)
     lines = []
     for variant in VARIANTS:
         for budget in budgets_of(variant):
             name = at_budget(variant, budget)
-            found = bleus(results, variant, budget)
-            compute = share_computed(results, variant, budget)
-            flops = by_seed(results, at_budget("flops", budget), variant=variant, steps=all_steps())
-            time = f"{latency[name]:.2f}" if name in latency else "-"
-            apart = [] if variant == LARGEST else differences(found, full)
-            cells = [with_deviation(found.values()), with_deviation(apart, sign=True)]
-            operations = with_deviation((x / 1e6 for x in flops.values()), "{:.1f}")
-            lines.append([name, compute, operations, *cells, time])
+            compute, flops, bleu, loss = (
+                found_in(results, measure, variant, budget)
+                for measure in ("compute", "flops", "bleu", "loss")
+            )
+            apart = [] if variant == LARGEST else differences(bleu, full)
+            lines.append(
+                [
+                    name,
+                    with_deviation(compute.values(), "{:.2f}"),
+                    with_deviation((x / 1e6 for x in flops.values()), "{:.1f}"),
+                    with_deviation(bleu.values()),
+                    with_deviation(apart, sign=True),
+                    with_deviation(loss.values(), "{:.3f}"),
+                    f"{latency[name]:.2f}" if name in latency else "-",
+                ]
+            )
     heads = [
         "model",
         "of the gated part",
         "MFLOPs per sentence",
         "BLEU",
         "paired difference to plain",
+        "test loss",
         "ms per sentence",
     ]
     return f"{table(heads, lines)}\n\n{time_and_machine(results, steps=all_steps())}"
 
 
-def bleus(results: Results, variant: str, budget: float | None = None) -> dict[int, float]:
-    return by_seed(results, at_budget("bleu", budget), variant=variant, steps=all_steps())
-
-
-def share_computed(results: Results, variant: str, budget: float | None) -> str:
-    if budget is None:
-        return ""
-    found = by_seed(results, f"compute at {budget:g}", variant=variant, steps=all_steps())
-    return with_deviation(found.values(), "{:.2f}")
+def found_in(
+    results: Results, measure: str, variant: str, budget: float | None = None
+) -> dict[int, float]:
+    """Seed -> what was measured of a variant at a budget; empty of what it does not measure."""
+    return by_seed(results, at_budget(measure, budget), variant=variant, steps=all_steps())
 
 
 def draw(results: Results, path: Path) -> None:
@@ -250,10 +256,9 @@ def draw(results: Results, path: Path) -> None:
         found = []
         for variant in variants:
             for budget in budgets_of(variant):
-                flops = by_seed(results, at_budget("flops", budget), variant=variant, steps=all_steps())
-                if flops:
+                if flops := found_in(results, "flops", variant, budget):
                     x = mean_and_deviation(flops.values())[0] / 1e6
-                    found.append((x, list(bleus(results, variant, budget).values())))
+                    found.append((x, list(found_in(results, "bleu", variant, budget).values())))
         return found
 
     draw_line(axis, points(PLAIN), 0, label="plain models, each trained by itself")
