@@ -39,7 +39,7 @@ from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
-STEPS = 1_500
+STEPS = {"wikitext-2": 3_000, "wikitext-103": 1_500, "multi30k": 1_500}  # by corpus
 TUNING = {"text": "validation", "seed": 0}
 SENTENCE_LENGTH = 16  # tokens, of Multi30k on average
 
@@ -77,7 +77,7 @@ VARIANTS: dict[str, dict[str, Flags]] = {
 OF_MASKED = ("wikitext-2", "wikitext-103")  # corpora
 # corpus -> learning rates to choose from, and with which variants; WikiText-103 has WikiText-2's
 RATES: dict[str, tuple[tuple[float, ...], tuple[str, str]]] = {
-    "wikitext-2": ((3e-3, 6e-3, 1.2e-2), ("MHA", "MoA 8 of 32")),
+    "wikitext-2": ((1e-3, 2e-3, 4e-3), ("MHA", "MoA 8 of 32")),
     "multi30k": ((1e-2, 3e-2), ("MHA", "MoA 8K16E")),
 }
 MASKED: Flags = merged(SMALL_BERT, {"config_overrides": {"num_hidden_layers": 4}})
@@ -85,7 +85,13 @@ MASKED: Flags = merged(SMALL_BERT, {"config_overrides": {"num_hidden_layers": 4}
 
 def tuning_runs(results: Results) -> list[Settings]:
     return [
-        {"corpus": corpus, "variant": variant, "learning_rate": rate, "steps": STEPS, **TUNING}
+        {
+            "corpus": corpus,
+            "variant": variant,
+            "learning_rate": rate,
+            "steps": STEPS[corpus],
+            **TUNING,
+        }
         for corpus, (rates, variants) in RATES.items()
         for variant in variants
         for rate in rates
@@ -95,7 +101,7 @@ def tuning_runs(results: Results) -> list[Settings]:
 def final_runs(results: Results) -> list[Settings]:
     rates = {(c, v): chosen_rate(results, c, v) for c, variants in VARIANTS.items() for v in variants}
     return [
-        {"corpus": c, "variant": v, "learning_rate": rates[c, v], "steps": STEPS, "seed": seed}
+        {"corpus": c, "variant": v, "learning_rate": rates[c, v], "steps": STEPS[c], "seed": seed}
         for seed in SEEDS
         for c, v in rates
     ]
@@ -186,14 +192,14 @@ def report(results: Results, folder: Path) -> str:
 
 
 def table_of(results: Results, corpus: str, variants: Iterable[str], columns: Sequence[Column]) -> str:
-    return variant_table(results, variants, columns, corpus=corpus, steps=STEPS, text=None)
+    return variant_table(results, variants, columns, corpus=corpus, steps=STEPS[corpus], text=None)
 
 
 def draw(results: Results, path: Path) -> None:
     """Perplexity against the number of experts."""
     figure, axes = panels(len(OF_MASKED))
     for axis, corpus in zip(axes, OF_MASKED, strict=True):
-        find = partial(by_seed, results, "perplexity", corpus=corpus, steps=STEPS, text=None)
+        find = partial(by_seed, results, "perplexity", corpus=corpus, steps=STEPS[corpus], text=None)
         base = list(find(variant="MHA").values())
         points = [(n, list(find(variant=f"MoA 8 of {n}").values())) for n in EXPERTS]
         draw_line(axis, [(n, base) for n in EXPERTS], 0, label="MHA of equal compute")

@@ -164,7 +164,7 @@ def test_cct_translation(reproduce, data_dir, tmp_path, capsys):
 def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     make_tiny(reproduce("translation_runs"))
     module = reproduce("moa_scaling")
-    module.SEEDS, module.STEPS = (1,), 3
+    module.SEEDS, module.STEPS = (1,), dict.fromkeys(module.STEPS, 3)
     module.MASKED |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
     module.MASKED["config_overrides"] |= {"num_hidden_layers": 1}
     moa = {**module.moa(16, d_kv=4), "num_attention_heads": 4}
