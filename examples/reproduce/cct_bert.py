@@ -36,7 +36,7 @@ from summaries import (
     time_and_machine,
     with_deviation,
 )
-from wikitext_runs import train_on_wikitext
+from wikitext_runs import SMALL_BERT, train_on_wikitext
 
 from hf_moa.markdown import table
 from hf_moa_cli.command import load_checkpoint
@@ -45,7 +45,7 @@ SEEDS = (1, 2, 3)
 CORPUS = "wikitext-2"
 STEPS = 1_500  # of pretraining
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
-LENGTH = 128
+LENGTH = 64
 LATENCY_BATCH = 32
 
 CCT = "CCT"
@@ -57,30 +57,20 @@ VARIANTS: dict[str, Flags] = {
     "plain, 1 layer": {"config_overrides": {"num_hidden_layers": 1, "intermediate_size": 640}},
     CCT: {"cct_budgets": (1, 1, *BUDGETS), "cct_noise_steps": -1},
 }
-PRETRAINING: Flags = {
-    "model_type": "moa_bert",
-    "attention_type": "mha",
-    "vocab_size": 4096,
-    "config_overrides": {
-        "hidden_size": 128,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "intermediate_size": 512,
-        "max_position_embeddings": LENGTH,
-        "hidden_dropout_prob": 0,
-        "attention_probs_dropout_prob": 0,
-        "pre_norm": True,
-        "cct_gate_hidden_size": 16,  # an eighth of d, or the gates cost what they save
+PRETRAINING: Flags = merged(
+    SMALL_BERT,
+    {
+        "attention_type": "mha",
+        "config_overrides": {
+            "num_hidden_layers": 6,
+            "max_position_embeddings": LENGTH,
+            "cct_gate_hidden_size": 16,  # an eighth of d, or the gates cost what they save
+        },
+        "max_seq_length": LENGTH,
+        "learning_rate": 2e-3,
+        "per_device_train_batch_size": 32,
     },
-    "max_seq_length": LENGTH,
-    "mlm_probability": 0.3,
-    "learning_rate": 2e-3,
-    "num_warmup_steps": 150,
-    "lr_scheduler_type": "cosine",
-    "weight_decay": 0.01,
-    "per_device_train_batch_size": 16,
-    "per_device_eval_batch_size": 64,
-}
+)
 # task -> its measure, and flags
 TASKS: dict[str, tuple[str, Flags]] = {
     "sst2": ("accuracy", {"max_train_samples": 10_000, "num_train_epochs": 3}),
