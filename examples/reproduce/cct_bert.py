@@ -81,7 +81,7 @@ TASKS: dict[str, tuple[str, Flags]] = {
         {
             "max_train_samples": 12_000,
             "num_train_epochs": 2,
-            "doc_stride": 32,
+            "doc_stride": LENGTH // 4,
             "max_eval_samples": 2_000,
         },
     ),

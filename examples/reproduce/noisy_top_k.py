@@ -29,8 +29,6 @@ from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 STEPS = 1_200
-
-
 NUM_ACTIVE, WIDTH = 2, 256  # experts of a token, and each one's hidden layer
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from corpora import wikitext
 from scripts import Flags, run_script_once
 
-LENGTH = 32  # tokens of a block: BERT learns to look at neighbours several times sooner than in 128
+LENGTH = 32  # tokens of a block: BERT learns to look at neighbours twice as soon as in 128
 SMALL_BERT: Flags = {
     "model_type": "moa_bert",
     "vocab_size": 4096,
