@@ -370,20 +370,28 @@ class GatedModel:
                 labels as tokens, accumulation changes the terms' weights a little (not under
                 `MoaTrainer`, which counts tokens).
         """
-        aux_loss = outputs.get("aux_loss")  # absent in inference
+        # of an output not its entry, which it has only where it trains
+        aux_loss = outputs.get("aux_loss") if type(outputs) is dict else outputs.aux_loss
         if loss is None or aux_loss is None or not self.training:
             return loss
         outputs["task_loss"] = loss
         return loss + aux_loss * share
 
 
-def padding_mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
-    """The real ones of the last `length` tokens, `[B, length]` bool; None where the mask does not
-    tell: there is none, or it is one of pairs, `[B, 1, T, S]`. None too where all are real, if that is
-    known without waiting for an accelerator."""
+def padding_mask_of(attention_mask: Tensor | None, length: int, past: int | Tensor = 0) -> Tensor | None:
+    """The real ones of the `length` tokens behind `past` cached ones, `[B, length]` bool; None where
+    the mask does not tell: there is none, or it is one of pairs, `[B, 1, T, S]`. None too where all are
+    real, if that is known without waiting for an accelerator. The mask may go on behind them, as one
+    for all slots of a static cache does."""
     if attention_mask is None or attention_mask.ndim != 2:
         return None
-    mask = attention_mask[:, -length:].bool()
+    spare = max(attention_mask.shape[1] - length, 0)
+    if isinstance(past, int):
+        start = min(past, spare)
+        mask = attention_mask[:, start : start + length].bool()
+    else:  # of a static cache, to be read without waiting for it
+        columns = past.clamp(max=spare) + torch.arange(length, device=past.device)
+        mask = attention_mask[:, columns.to(attention_mask.device)].bool()
     if mask.device.type == "cpu" and not is_traced(mask) and mask.all():
         return None
     return mask

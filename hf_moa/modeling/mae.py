@@ -299,3 +299,24 @@ class MixtureOfHeads(MultiHead):
     @staticmethod
     def _one_hot(index: Tensor, like: Tensor) -> Tensor:
         return nn.functional.one_hot(index, like.shape[-1]).to(like.dtype)
+
+
+def refuse_packed_rows(config, position_ids: Tensor) -> None:
+    """Where positions start anew within a row, transformers' masks keep its texts apart. A causal gate,
+    which averages a row's tokens, would not.
+
+    Raises:
+        ValueError: the positions `[B, T]` do not go up by 1, with learned gates.
+    """
+    if config.attention_type != "mae" or config.mae_gate_type != "learned" or is_traced(position_ids):
+        return
+    breaks = (position_ids.diff(dim=-1) != 1).nonzero()
+    if len(breaks):
+        *_, place = breaks[0].tolist()
+        row = position_ids[breaks[0, 0]] if position_ids.ndim == 2 else position_ids
+        raise ValueError(
+            "Without an attention_mask, position_ids must go up by 1 in a model with MAE gates: these "
+            "would mix the texts of a packed row (got "
+            f"{row[place].item()} and {row[place + 1].item()} beside each other). Give each text a row "
+            "of its own, padded and with an attention_mask."
+        )

@@ -156,7 +156,8 @@ class MoaT5Stack(MoaT5PreTrainedModel):
         length = inputs_embeds.shape[1]
         past_key_values = self._cache(past_key_values, use_cache)
         if padding_mask is None:
-            padding_mask = padding_mask_of(attention_mask, length)
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            padding_mask = padding_mask_of(attention_mask, length, past)
         budgets = self._resolve_budget(inputs_embeds, budget)
         hidden_states = inputs_embeds if budgets is None else inputs_embeds + budgets.embedding
         hidden_states = self.dropout(hidden_states)

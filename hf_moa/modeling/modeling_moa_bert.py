@@ -136,7 +136,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 hidden_states, encoder_hidden_states, encoder_attention_mask
             ),
             past_key_values=past_key_values,
-            padding_mask=padding_mask_of(attention_mask, tokens.shape[1]),
+            padding_mask=padding_mask_of(attention_mask, tokens.shape[1], past_length),
             encoder_padding_mask=(
                 None
                 if encoder_hidden_states is None

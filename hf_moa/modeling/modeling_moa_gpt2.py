@@ -26,6 +26,7 @@ from .configuration_moa_gpt2 import MoaGPT2Config
 from .gate_step import only_gates_learn_in_gate_phase
 from .gated_generation import GatedGenerationMixin
 from .gated_model import GatedModel, padding_mask_of
+from .mae import refuse_packed_rows
 from .moa_gpt2_layers import MoaGPT2Attention, MoaGPT2Block
 from .outputs import (
     MoaBaseModelOutput,
@@ -139,9 +140,13 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
             inputs_embeds = self.wte(input_ids)
         length = inputs_embeds.shape[1]
         past_key_values = self._cache(past_key_values, use_cache)
-        position_ids = self._positions(position_ids, length, past_key_values, inputs_embeds.device)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if position_ids is None:
+            position_ids = self._positions(length, past, inputs_embeds.device)
+        elif attention_mask is None and past_key_values is None:
+            refuse_packed_rows(self.config, position_ids)
         if padding_mask is None:
-            padding_mask = padding_mask_of(attention_mask, length)
+            padding_mask = padding_mask_of(attention_mask, length, past)
         budgets = self._resolve_budget(inputs_embeds, budget)
         hidden_states = inputs_embeds + self.wpe(position_ids).to(inputs_embeds.device)
         if token_type_ids is not None:
@@ -197,21 +202,14 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
             cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
         return cache
 
-    def _positions(
-        self, position_ids: Tensor | None, length: int, cache: Cache | None, device: torch.device
-    ) -> Tensor:
-        past = 0 if cache is None else cache.get_seq_length()
+    def _positions(self, length: int, past: int | Tensor, device: torch.device) -> Tensor:
         limit = self.config.n_positions
-        if position_ids is None:
-            if isinstance(past, int) and past + length > limit:
-                raise ValueError(
-                    f"The sequence must be at most n_positions={limit} tokens long (got "
-                    f"{past + length}). Truncate it in the tokenizer: truncation=True, "
-                    f"max_length={limit}."
-                )
-            position_ids = torch.arange(length, device=device) + past
-            position_ids = position_ids.unsqueeze(0)
-        return position_ids
+        if isinstance(past, int) and past + length > limit:
+            raise ValueError(
+                f"The sequence must be at most n_positions={limit} tokens long (got {past + length}). "
+                f"Truncate it in the tokenizer: truncation=True, max_length={limit}."
+            )
+        return (torch.arange(length, device=device) + past).unsqueeze(0)
 
 
 class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):

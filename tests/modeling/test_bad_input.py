@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import VARIANTS, batch, randomize, tiny_config
+from families import CASE
 from safetensors.torch import load_file, save_file
 
 from hf_moa import MoaBertForSequenceClassification, MoaBertModel
@@ -198,3 +199,22 @@ def test_checkpoint_of_another_expert_count_is_an_error(checkpoint):
     path, _ = checkpoint
     with pytest.raises(RuntimeError, match="mismatch"):
         MoaBertForSequenceClassification.from_pretrained(path, mae_num_dropped_heads=2)
+
+
+# --- packed rows ----------------------------------------------------------------------------------
+
+
+def test_gates_refuse_rows_of_several_texts():
+    ids = torch.randint(5, 67, (1, 9))
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    case = CASE["GPT2LMHeadModel"]
+    for fields in ({}, {"attention_type": "moa"}, {"attention_type": "mae", "mae_gate_type": "uniform"}):
+        output = case.build(**fields)(ids, position_ids=packed, use_cache=False).logits
+        alone = case.build(**fields)(ids[:, 4:]).logits
+        torch.testing.assert_close(output[:, 4:], alone, atol=1e-4, rtol=1e-4)
+    model = case.build(attention_type="mae")
+    with pytest.raises(
+        ValueError, match=r"position_ids must go up by 1 .* \(got 3 and 0 beside each other\)"
+    ):
+        model(ids, position_ids=packed, use_cache=False)
+    model(ids, position_ids=torch.arange(2, 11)[None], use_cache=False)

@@ -59,7 +59,8 @@ class Decoder:
             )
             return output.logits, output.past_key_values
         if mask is not None:
-            kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            kwargs["position_ids"] = positions[:, past : past + ids.shape[1]]
         output = model(
             ids, attention_mask=mask, past_key_values=cache, use_cache=bool(use_cache), **kwargs
         )
@@ -204,6 +205,34 @@ def test_left_padded_cached_decoding_equals_each_row_alone(decoder, fields, mode
     alone, _ = decoder(model, ids[:1, 4:])
     actual = torch.cat(steps, dim=1)[0, 4:]
     torch.testing.assert_close(actual, alone[0], atol=1e-10, rtol=0)
+
+
+@each_decoder_and_mode
+def test_mask_of_all_slots_equals_that_of_the_tokens(decoder, fields, mode):
+    model = decoder.build(**fields)
+    ids, mask = batch(length=12)
+    mask = mask.flip(1)
+    slots = torch.cat([mask, torch.zeros(3, 3).long()], dim=1)
+    caches = [StaticCache(config=model.config, max_cache_len=15) for _ in range(2)]
+    if decoder.name == "t5":
+        own = [StaticCache(config=model.config, max_cache_len=7) for _ in caches]
+        caches = [EncoderDecoderCache(*pair) for pair in zip(caches, own, strict=True)]
+    for start, end in ((0, 5), (5, 6), (6, 9), (9, 12)):
+        steps = []
+        for cache, all_slots in zip(caches, (False, True), strict=True):
+            with mode():
+                output, _ = decoder(
+                    model,
+                    ids[:, start:end],
+                    mask=slots if all_slots else mask[:, :end],
+                    cache=cache,
+                    use_cache=True,
+                    past=start,
+                )
+            steps.append(output)
+        # padding's own outputs mean nothing
+        real = mask[:, start:end].bool()
+        assert_equal(steps[1][real], steps[0][real])
 
 
 @each_decoder_and_mode
