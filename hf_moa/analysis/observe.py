@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_moa.modeling.attention import GatedAttention
 from hf_moa.modeling.gated_model import GatedModel
+from hf_moa.modeling.task_losses import up_to_last_label
 
 PARTS = ("encoder", "decoder", "cross")
 
@@ -165,8 +166,8 @@ def _decoder_tokens(gated: GatedModel, batch: Mapping[str, Tensor], source: Toke
             f"{type(gated).__name__} needs the decoder's side in every batch: labels or "
             f"decoder_input_ids (got {', '.join(batch)})."
         )
-    # where no token is to be predicted there is padding
-    return Tokens(gated._shift_right(labels), labels != -100)
+    # behind the last token to be predicted there is padding
+    return Tokens(gated._shift_right(labels), up_to_last_label(labels))
 
 
 def _all_real(ids: Tensor) -> Tensor:

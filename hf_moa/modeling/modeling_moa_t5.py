@@ -31,7 +31,7 @@ from .outputs import (
     MoaTokenClassifierOutput,
     gating_fields,
 )
-from .task_losses import IGNORE_INDEX, token_loss, token_share
+from .task_losses import token_loss, token_share, up_to_last_label
 
 
 class MoaT5Model(MoaT5EncoderDecoder):
@@ -138,7 +138,7 @@ class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self._shift_right(labels)
             if decoder_attention_mask is None and decoder_padding_mask is None:
-                decoder_padding_mask = _up_to_last_label(labels)
+                decoder_padding_mask = up_to_last_label(labels)
         hidden_states, fields = self.run_stacks(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -437,9 +437,3 @@ def _encoder_only(config: MoaT5Config) -> MoaT5Config:
     config.use_cache = False
     config.is_encoder_decoder = False
     return config
-
-
-def _up_to_last_label(labels: Tensor) -> Tensor:
-    """`[B, T]` bool: the positions up to the last that has a label."""
-    labelled = (labels != IGNORE_INDEX).long()
-    return labelled.flip(1).cummax(dim=1).values.flip(1).bool()

@@ -194,8 +194,7 @@ def collect_gating(
         }
         # a term that weighs nothing stays out of the graph
         weighted = [coefficients[name] * term for name, term in terms.items() if coefficients[name]]
-        if weighted:
-            fields["aux_loss"] = _total(weighted)
+        fields["aux_loss"] = _total(weighted or [terms[name].new_zeros(()) for name in terms])
         fields["aux_losses"] = {name: term.detach() for name, term in terms.items()}
     fields["expert_load"] = _expert_load(records)
     for name in ("router_logits", "expert_weights"):

@@ -38,3 +38,9 @@ def token_share(labels: Tensor | None, num_items_in_batch=None) -> Tensor | floa
 def next_token_labels(labels: Tensor) -> Tensor:
     """Labels of a causal language model: each position's is the token after it, the last has none."""
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def up_to_last_label(labels: Tensor) -> Tensor:
+    """`[B, T]` bool: the positions up to the last that has a label."""
+    labelled = (labels != IGNORE_INDEX).long()
+    return labelled.flip(1).cummax(dim=1).values.flip(1).bool()

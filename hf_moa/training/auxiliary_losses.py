@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moa.modeling.task_losses import IGNORE_INDEX
+from hf_moa.modeling.task_losses import up_to_last_label
 
 
 def has_auxiliary_losses(config: Any) -> bool:
@@ -54,7 +54,7 @@ def count_tokens(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> Tenso
     if batch.get("decoder_padding_mask") is not None:
         decoder = batch["decoder_padding_mask"].sum()
     elif batch.get("decoder_attention_mask") is None and _are_tokens(labels):
-        decoder = _up_to_the_last(labels != IGNORE_INDEX)  # as `MoaT5ForConditionalGeneration` has it
+        decoder = up_to_last_label(labels).sum()  # as `MoaT5ForConditionalGeneration` has it
     elif decoder is None:
         decoder = encoder  # its ids are the encoder's
     return torch.stack([encoder, decoder.to(encoder.device)])
@@ -97,8 +97,3 @@ def _count(batch: Mapping[str, Any], ids: str, embeddings: str, mask: str) -> Te
 
 def _are_tokens(labels: Tensor | None) -> bool:
     return labels is not None and labels.ndim == 2 and not labels.is_floating_point()
-
-
-def _up_to_the_last(labelled: Tensor) -> Tensor:
-    """Positions up to each row's last labelled one: `[B, T]` -> scalar."""
-    return labelled.flip(-1).cumsum(-1).bool().sum()

@@ -9,6 +9,7 @@ import torch
 from families import CASE
 
 from hf_moa.analysis import TokenExpertCounts, analyze
+from hf_moa.analysis.observe import observe
 
 
 def batches(case):
@@ -92,6 +93,17 @@ def test_entropies_shares_and_tokens_are_those_counted_by_hand(name, part):
         assert {(int(row.token), row.expert): row.pmi for row in found.itertuples()} == pytest.approx(
             {pair: value for pair, value in pmi.items() if value > 1e-12}
         )
+
+
+def test_labels_left_out_within_a_target_are_tokens_of_it():
+    case = CASE["T5ForConditionalGeneration"]
+    model = case.build(attention_type="mae")
+    batch = next(batches(case))
+    batch["labels"][0, 1:3] = -100
+    seen = observe(model, batch).expert_weights["decoder"]
+    own = model(**batch, output_expert_weights=True).decoder_expert_weights
+    for actual, expected in zip(seen, own, strict=True):
+        torch.testing.assert_close(actual[0], expected[0])
 
 
 def test_the_model_keeps_its_mode_and_its_gates_their_statistics():
