@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_functions import eager_attention_forward
-from .cct import AttentionGates, GatedAttentionControl, sublayer_norm
+from .cct import AttentionGates, GatedAttentionControl, attention_dropouts, sublayer_norm
 from .cct_costs import AttentionCost, AttentionUse, used_and_full
 from .gate_cache import GatePast, gated_layer, is_empty, own_cache
 from .mixtures import build_mixture
@@ -80,6 +80,7 @@ class GatedAttention(nn.Module):
         hidden_size, num_heads, head_dim: d, h (k for MoA) and dh.
         scaling: factor of the scores.
         attention_dropout: dropout on the attention probabilities.
+        output_dropout: the backbone's, of `attention_dropouts`.
         is_causal: self-attention that sees no later token.
         is_cross_attention: keys and values come from other tokens.
         gates_are_causal: MAE gates see no later token: in every layer of a decoder.
@@ -102,6 +103,7 @@ class GatedAttention(nn.Module):
         head_dim: int,
         scaling: float,
         attention_dropout: float,
+        output_dropout: float,
         is_causal: bool,
         is_cross_attention: bool,
         gates_are_causal: bool,
@@ -140,6 +142,7 @@ class GatedAttention(nn.Module):
                 context_size=head_dim if self.is_moa else num_heads * head_dim,
                 joint_context=not self.is_moa,
                 norm=sublayer_norm(config, norm),
+                context_dropout=attention_dropouts(config, output_dropout)[0],
                 is_cross_attention=is_cross_attention,
                 starts_open=not config.cct_sublayer_norm,
             )

@@ -64,8 +64,8 @@ class GatedAttentionControl(nn.Module):
     """CCT's part in one attention layer (Bapna et al. 2020).
 
     One gate for the key and value projections of a token, one for its query, attention and output:
-    `K = g_kv LN(Y Wk)`, `V = g_kv LN(Y Wv)`, `z = x + g_q LN(a) Wo`. A skipped key has logit 0 and
-    counts in the softmax. Biases of the output projection are not gated.
+    `K = g_kv LN(Y Wk)`, `V = g_kv LN(Y Wv)`, `z = x + g_q Dropout(LN(a)) Wo`. A skipped key has logit 0
+    and counts in the softmax. Biases of the output projection are not gated.
 
     Args:
         hidden_size: d.
@@ -74,6 +74,7 @@ class GatedAttentionControl(nn.Module):
         context_size: width that `LN(a)` normalises.
         joint_context: whether that is all heads together, or each (attention expert) by itself.
         norm: makes LN for a width.
+        context_dropout: rate of that dropout.
         is_cross_attention: keys and values come from other tokens, with a control network of
             their own.
         starts_open: see `ControlNetwork`.
@@ -88,6 +89,7 @@ class GatedAttentionControl(nn.Module):
         context_size: int,
         joint_context: bool,
         norm: Callable[[int], nn.Module],
+        context_dropout: float,
         is_cross_attention: bool,
         starts_open: bool,
     ):
@@ -107,6 +109,7 @@ class GatedAttentionControl(nn.Module):
         self.key_norm = norm(kv_size)
         self.value_norm = norm(kv_size)
         self.context_norm = norm(context_size)
+        self.context_dropout = nn.Dropout(context_dropout)
 
     @property
     def is_soft(self) -> bool:
@@ -132,8 +135,8 @@ class GatedAttentionControl(nn.Module):
         return key * gate, value * gate
 
     def gate_context(self, context: Tensor, gate: Tensor | None) -> Tensor:
-        """`g_q LN(a)` of `context` `[B, T, heads, dh]`; None for gates that are all open."""
-        context = self.norm_context(context)
+        """`g_q Dropout(LN(a))` of `context` `[B, T, heads, dh]`; None for gates that are all open."""
+        context = self.context_dropout(self.norm_context(context))
         return context if gate is None else context * gate[..., None, None].to(context.dtype)
 
     def norm_context(self, context: Tensor) -> Tensor:
@@ -147,3 +150,9 @@ def sublayer_norm(config, norm: Callable[[int], nn.Module]) -> Callable[[int], n
     """The paper's extra LayerNorms, made by `norm`; or nothing in their place, where
     `cct_sublayer_norm` leaves them out."""
     return norm if config.cct_sublayer_norm else lambda size: nn.Identity()
+
+
+def attention_dropouts(config, rate: float) -> tuple[float, float]:
+    """Dropout rates before and behind the output projection of attention, for a backbone that has
+    `rate` behind it: the paper's layout has it before."""
+    return (rate, 0.0) if config.has_cct and config.cct_sublayer_norm else (0.0, rate)

@@ -13,7 +13,7 @@ from .cct import sublayer_norm
 from .cct_feed_forward import FeedForwardGate, GatedFeedForward
 from .linear_slices import input_slice, is_plain, linear_slice
 from .moe import SparseMoeFeedForward
-from .precision import compute_dtype
+from .precision import compute_dtype, in_dtype_of
 from .token_rows import Execution, TokenRows
 
 
@@ -51,10 +51,7 @@ class DenseFeedForward(nn.Module):
         activation = self.activation(self.up(hidden_states))
         if self.linear is not None:
             activation = activation * self.linear(hidden_states)
-        activation = self.dropout(activation)
-        if self.down.weight.is_floating_point():  # float32 in a float16 T5; quantized weights cast
-            activation = activation.to(self.down.weight.dtype)
-        return self.down(activation), {}
+        return self.down(in_dtype_of(self.down, self.dropout(activation))), {}
 
 
 def build_feed_forward(

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import apply_chunking_to_forward
 
 from .activations import build_activation
 from .attention import AttentionResult
+from .cct import attention_dropouts
 from .configuration_moa_bert import MoaBertConfig
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import build_feed_forward, build_feed_forward_gate, gated_dense
@@ -33,6 +34,7 @@ class MoaBertSelfAttention(SparseAttention):
             head_dim=head_dim,
             scaling=head_dim**-0.5,
             attention_dropout=config.attention_probs_dropout_prob,
+            output_dropout=config.hidden_dropout_prob,
             is_causal=config.is_decoder and not is_cross_attention,
             is_cross_attention=is_cross_attention,
             gates_are_causal=config.is_decoder,
@@ -63,15 +65,16 @@ class MoaBertSublayerOutput(nn.Module):
     Args:
         config: a `MoaBertConfig`.
         dense: the sub-layer's last projection; None where the sub-layer brings its own.
+        dropout: its rate.
     """
 
-    def __init__(self, config: MoaBertConfig, dense: nn.Module | None):
+    def __init__(self, config: MoaBertConfig, dense: nn.Module | None, *, dropout: float):
         super().__init__()
         self.pre_norm = config.pre_norm
         if dense is not None:
             self.dense = dense
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = nn.Dropout(dropout)
 
     def before(self, hidden_states: Tensor) -> Tensor:
         """The sub-layer's input."""
@@ -101,7 +104,8 @@ class MoaBertAttention(nn.Module):
             )
         else:
             dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.output = MoaBertSublayerOutput(config, dense)
+        _, dropout = attention_dropouts(config, config.hidden_dropout_prob)
+        self.output = MoaBertSublayerOutput(config, dense, dropout=dropout)
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, dict[str, Any]]:
         result: AttentionResult = self.self(self.output.before(hidden_states), *args, **kwargs)
@@ -139,13 +143,12 @@ class MoaBertLayer(GradientCheckpointingLayer):
             **sizes,
         )
         if self.feed_forward is not None:
-            self.output = MoaBertSublayerOutput(config, dense=None)
+            self.output = MoaBertSublayerOutput(config, None, dropout=config.hidden_dropout_prob)
             return
         self.intermediate = BertIntermediate(config)
         self.intermediate.intermediate_act_fn = build_activation(config.hidden_act)
-        self.output = MoaBertSublayerOutput(
-            config, nn.Linear(config.intermediate_size, config.hidden_size)
-        )
+        dense = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.output = MoaBertSublayerOutput(config, dense, dropout=config.hidden_dropout_prob)
         self.feed_forward_gate = build_feed_forward_gate(config, **sizes)
 
     @only_gates_learn_in_gate_phase

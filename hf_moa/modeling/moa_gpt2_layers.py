@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .activations import build_activation
 from .attention_functions import upcast_attention_forward
+from .cct import attention_dropouts
 from .configuration_moa_gpt2 import MoaGPT2Config
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import build_feed_forward, build_feed_forward_gate, gated_dense
@@ -43,6 +44,7 @@ class MoaGPT2Attention(SparseAttention):
             head_dim=head_dim,
             scaling=scaling,
             attention_dropout=config.attn_pdrop,
+            output_dropout=config.resid_pdrop,
             is_causal=not is_cross_attention,
             is_cross_attention=is_cross_attention,
             gates_are_causal=True,
@@ -60,7 +62,7 @@ class MoaGPT2Attention(SparseAttention):
             if is_cross_attention:
                 self.q_attn = Conv1D(d, d)
             self.c_proj = Conv1D(d, d)
-        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+        self.resid_dropout = nn.Dropout(attention_dropouts(config, config.resid_pdrop)[1])
 
     def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
         if self.is_fused:

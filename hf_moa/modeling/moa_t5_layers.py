@@ -17,10 +17,12 @@ from transformers.models.t5.modeling_t5 import (
 )
 
 from .activations import build_activation
+from .cct import attention_dropouts
 from .configuration_moa_t5 import MoaT5Config
 from .expert_linear import ExpertInput, ExpertOutput
 from .feed_forward import build_feed_forward, build_feed_forward_gate, gated_dense
 from .gate_step import only_gates_learn_in_gate_phase
+from .precision import in_dtype_of
 from .sparse_attention import SparseAttention
 
 
@@ -49,6 +51,7 @@ class MoaT5Attention(SparseAttention):
             head_dim=head_dim,
             scaling=1.0,
             attention_dropout=config.dropout_rate,
+            output_dropout=config.dropout_rate,
             is_causal=config.is_decoder and not is_cross_attention,
             is_cross_attention=is_cross_attention,
             gates_are_causal=config.is_decoder,
@@ -129,7 +132,7 @@ class MoaT5LayerSelfAttention(nn.Module):
             config, layer_idx=layer_idx, has_relative_attention_bias=has_relative_attention_bias
         )
         self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
-        self.dropout = nn.Dropout(config.dropout_rate)
+        self.dropout = nn.Dropout(attention_dropouts(config, config.dropout_rate)[1])
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, dict[str, Any], Any]:
         update, _, record, position_bias = self.SelfAttention(
@@ -145,7 +148,7 @@ class MoaT5LayerCrossAttention(nn.Module):
         super().__init__()
         self.EncDecAttention = MoaT5Attention(config, layer_idx=layer_idx, is_cross_attention=True)
         self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
-        self.dropout = nn.Dropout(config.dropout_rate)
+        self.dropout = nn.Dropout(attention_dropouts(config, config.dropout_rate)[1])
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, dict[str, Any]]:
         update, _, record, _ = self.EncDecAttention(self.layer_norm(hidden_states), *args, **kwargs)
@@ -179,11 +182,7 @@ class _GatedDense:
 
     def _activation(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
         activation = self.act(x) if factor is None else self.act(x) * factor
-        # `wo` stays float32 where the model is float16
-        activation = self.dropout(activation)
-        if self.wo.weight.dtype not in (activation.dtype, torch.int8):
-            activation = activation.to(self.wo.weight.dtype)
-        return activation
+        return in_dtype_of(self.wo, self.dropout(activation))
 
 
 class MoaT5DenseActDense(_GatedDense, T5DenseActDense):

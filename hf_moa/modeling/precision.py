@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -16,6 +16,14 @@ def at_least_float32(x: Tensor) -> Tensor:
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)`, whose look at a tensor that needs nothing takes as long as a small operator."""
     return x if x.dtype is dtype else x.to(dtype)
+
+
+def in_dtype_of(linear: nn.Module, x: Tensor) -> Tensor:
+    """`x` for a layer that may have stayed in float32 in a model of half precision, as T5's `wo` does;
+    quantized layers, whose weights are no tensors or no floating-point numbers, cast by themselves."""
+    weight = linear.weight
+    plain = isinstance(weight, Tensor) and weight.is_floating_point()
+    return cast(x, weight.dtype) if plain else x
 
 
 def autocasts(device_type: str) -> bool:

@@ -9,15 +9,18 @@ from common import (
     randomize,
     tiny_config,
 )
+from families import LANGUAGE_MODELS
 from layers import attention_layer, each_backbone
 from references import cct_attention, control, layer_norm
 
 from hf_moa import MoaBertForMultipleChoice, MoaBertForSequenceClassification, MoaBertModel
 from hf_moa.modeling.budgets import BudgetControl
-from hf_moa.modeling.cct import ControlNetwork
+from hf_moa.modeling.cct import ControlNetwork, GatedAttentionControl
 from hf_moa.modeling.cct_costs import AttentionCost, AttentionUse, budget_loss
 from hf_moa.modeling.feed_forward import build_feed_forward
 from hf_moa.modeling.moa_bert_layers import MoaBertAttention, MoaBertLayer
+from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Attention
+from hf_moa.modeling.moa_t5_layers import MoaT5LayerCrossAttention, MoaT5LayerSelfAttention
 
 
 def cct_config(*, causal=False, sublayer_norm=True, **fields):
@@ -326,6 +329,33 @@ def test_training_draws_each_budget_with_its_weight():
     assert control.values == [1.0, 0.5]
     assert (budget.index == 0).float().mean().item() == pytest.approx(0.75, abs=0.02)
     torch.testing.assert_close(budget.embedding[:, 0], control.control_symbols.weight[budget.index])
+
+
+@pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
+@pytest.mark.parametrize("sublayer_norm", [True, False], ids=["paper", "converted"])
+def test_attention_drops_before_its_output_in_the_papers_layout(case, sublayer_norm):
+    fields = dict.fromkeys(case.family.no_dropout, 0.5)
+    model = case.build(cct_budgets=[1], cct_sublayer_norm=sublayer_norm, **fields).train()
+    zeros = {"before": [], "behind": []}
+
+    def count(module, place):
+        module.register_forward_hook(lambda _, __, x: zeros[place].append((x == 0).float().mean()))
+
+    for module in model.modules():
+        if isinstance(module, GatedAttentionControl):
+            count(module.context_dropout, "before")
+        elif isinstance(module, MoaBertAttention):
+            count(module.output.dropout, "behind")
+        elif isinstance(module, MoaGPT2Attention):
+            count(module.resid_dropout, "behind")
+        elif isinstance(module, (MoaT5LayerSelfAttention, MoaT5LayerCrossAttention)):
+            count(module.dropout, "behind")
+    model(**case.inputs())
+    assert len(zeros["before"]) == len(zeros["behind"]) > 0
+    drops, keeps = ("before", "behind") if sublayer_norm else ("behind", "before")
+    for share in zeros[drops]:
+        torch.testing.assert_close(share, torch.tensor(0.5), atol=0.15, rtol=0)
+    assert max(zeros[keeps]) < 0.2  # rows whose attention is dropped in full
 
 
 def test_training_loss_includes_the_budget_loss_and_eval_loss_does_not():

@@ -346,6 +346,42 @@ def test_every_head_adds_the_auxiliary_loss_in_training_alone(case):
 
 
 @each_head
+def test_auxiliary_loss_is_part_of_the_loss_without_its_gradient_too(case):
+    model = case.build(attention_type="moa", **case.family.no_dropout).train()
+    if case.plain_name == "GPT2ForTokenClassification":
+        model.dropout.p = 0.0
+    inputs = case.inputs() | case.labels()
+    expected = model(**inputs)
+    for parameter in model.base_model.parameters():
+        parameter.requires_grad_(False)
+    for output in (model(**inputs), torch.no_grad()(model)(**inputs)):
+        torch.testing.assert_close(output.loss, expected.loss)
+        torch.testing.assert_close(output.task_loss, expected.task_loss)
+
+
+@each_family
+def test_auxiliary_loss_of_no_weight_is_zero(case):
+    fields = {"attention_type": "moa", "router_balance_loss_coef": 0.0, "router_z_loss_coef": 0.0}
+    output = case.build(**fields).train()(**case.inputs(), **case.labels())
+    assert output.aux_loss == 0
+    assert min(output.aux_losses.values()) > 0
+    torch.testing.assert_close(output.loss, output.task_loss)
+
+
+@each_family
+@pytest.mark.parametrize("fields", [{}, {"cct_budgets": [1, 0.5]}], ids=["mha", "cct"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_linear_layers_can_be_quantized(case, fields):
+    model = case.build(**fields)
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    assert any(type(part).__module__.startswith("torch.ao.nn.quantized") for part in quantized.modules())
+    actual, expected = quantized(**case.inputs())[0], model(**case.inputs())[0]
+    assert torch.isfinite(actual).all()
+    if not fields:  # a gate's decision may change
+        assert (actual - expected).abs().max() < 0.2 * expected.abs().max()
+
+
+@each_head
 def test_parts_of_a_batch_sum_to_its_task_loss(case):
     if not getattr(case.gated, "accepts_loss_kwargs", True):
         pytest.skip("the loss is a mean over sequences")
