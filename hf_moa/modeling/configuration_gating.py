@@ -131,6 +131,9 @@ class GatingConfig:
 
     # `AutoModel*` -> the family's class, by name; a subclass fills it in.
     auto_classes: ClassVar[dict[str, str]] = {}
+    # fields of the backbone
+    backbone_sizes: ClassVar[tuple[str, ...]] = ()
+    backbone_dropouts: ClassVar[tuple[str, ...]] = ()
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", *GATING_OUTPUT_FIELDS]
 
@@ -172,7 +175,12 @@ class GatingConfig:
             raise ValueError(f"{type(self).__name__}.{name}: {error}") from error
 
     def validate_gating(self) -> None:
-        """Check every gating field. Called at construction, after loading, and when a model is built."""
+        """Check every gating field, and the backbone's sizes and dropouts. Called at construction, after
+        loading, and when a model is built."""
+        for name in self.backbone_sizes:
+            check_int(self, name, minimum=1)
+        for name in self.backbone_dropouts:
+            _check_number(self, name, minimum=0.0, maximum=1.0)
         _check_choice(self, "attention_type", ATTENTION_TYPES)
         _check_choice(self, "mae_gate_type", MAE_GATE_TYPES)
         _check_choice(self, "router_type", ROUTER_TYPES)
@@ -352,8 +360,12 @@ def check_activation(config: Any, name: str) -> None:
         fail(config, name, f"must be one of {', '.join(sorted(ACT2FN))}")
 
 
-def _check_number(config: Any, name: str, *, minimum: float, below: float = float("inf")) -> None:
+def _check_number(
+    config: Any, name: str, *, minimum: float, maximum: float = float("inf"), below: float = float("inf")
+) -> None:
     value = getattr(config, name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not minimum <= value < below:
-        upper = "" if below == float("inf") else f" and below {below}"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not minimum <= value <= maximum or not value < below:
+        upper = "" if maximum == float("inf") else f" and at most {maximum}"
+        upper += "" if below == float("inf") else f" and below {below}"
         fail(config, name, f"must be a finite number of at least {minimum}{upper}")

@@ -41,6 +41,18 @@ class MoaBertConfig(GatingConfig, BertConfig):
         "AutoModelForQuestionAnswering": "MoaBertForQuestionAnswering",
         "AutoModelForMultipleChoice": "MoaBertForMultipleChoice",
     }
+    backbone_sizes: ClassVar[tuple[str, ...]] = (
+        "vocab_size",
+        "type_vocab_size",
+        "max_position_embeddings",
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+    )
+    backbone_dropouts: ClassVar[tuple[str, ...]] = (
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+    )
 
     head_dim: int | None = None
     pre_norm: bool = False

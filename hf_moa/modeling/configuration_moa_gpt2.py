@@ -37,6 +37,8 @@ class MoaGPT2Config(GatingConfig, GPT2Config):
         "AutoModelForTokenClassification": "MoaGPT2ForTokenClassification",
         "AutoModelForQuestionAnswering": "MoaGPT2ForQuestionAnswering",
     }
+    backbone_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "n_positions", "n_embd", "n_layer")
+    backbone_dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
     head_dim: int | None = None
 

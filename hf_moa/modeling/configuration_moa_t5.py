@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from transformers import T5Config
 from transformers.activations import ACT2FN
 
-from .configuration_gating import GatingConfig, check_int, fail, is_budget
+from .configuration_gating import GatingConfig, fail, is_budget
 
 
 class MoaT5Config(GatingConfig, T5Config):
@@ -48,6 +48,8 @@ class MoaT5Config(GatingConfig, T5Config):
         *GatingConfig.keys_to_ignore_at_inference,
         "encoder_last_hidden_state",
     ]
+    backbone_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers")
+    backbone_dropouts: ClassVar[tuple[str, ...]] = ("dropout_rate",)
 
     def __post_init__(self, **kwargs: Any):
         if isinstance(self.cct_budgets, (list, tuple)):
@@ -57,7 +59,6 @@ class MoaT5Config(GatingConfig, T5Config):
 
     def validate_gating(self) -> None:
         super().validate_gating()
-        check_int(self, "d_kv", minimum=1)
         if self.dense_act_fn not in ACT2FN:
             functions = ", ".join(sorted(ACT2FN))
             fail(self, "feed_forward_proj", f"must be one of {functions}, or 'gated-' and one of them")

@@ -82,6 +82,13 @@ BAD = [
     ({"pre_norm": 1}, "pre_norm", "1"),
     ({"output_router_logits": "all"}, "output_router_logits", "all"),
     ({"hidden_size": "32"}, "hidden_size", "32"),
+    ({"hidden_size": -32}, "hidden_size", "-32"),
+    ({"hidden_size": 0}, "hidden_size", "0"),
+    ({"vocab_size": -1}, "vocab_size", "-1"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers", "-1"),
+    ({"intermediate_size": 0}, "intermediate_size", "0"),
+    ({"hidden_dropout_prob": 2.0}, "hidden_dropout_prob", "2.0"),
+    ({"attention_probs_dropout_prob": -1.0}, "attention_probs_dropout_prob", "-1.0"),
     ({"hidden_dropout_prob": "none"}, "hidden_dropout_prob", "none"),
 ]
 
@@ -194,3 +201,13 @@ def test_names_of_t5_and_gpt2_are_understood():
 def test_cross_attention_needs_a_decoder():
     with pytest.raises(ValueError, match="is_decoder"):
         MoaBertModel(tiny_config(add_cross_attention=True))
+
+
+@each_family
+def test_bad_sizes_and_dropouts_of_the_backbone_are_errors(family):
+    for name in family.config_class.backbone_sizes:
+        with pytest.raises(ValueError, match=rf"{name} must be an integer of at least 1 \(got 0\)"):
+            family.config(**{name: 0})
+    for name in family.config_class.backbone_dropouts:
+        with pytest.raises(ValueError, match=rf"{name} must be .* \(got 1\.5\)"):
+            family.config(**{name: 1.5})
