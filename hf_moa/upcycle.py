@@ -75,6 +75,12 @@ def upcycle(
                 f"({type(model_or_path).__name__}) leave them out."
             )
         source = model_or_path
+    elif not isinstance(model_or_path, (str, os.PathLike)):
+        raise ValueError(
+            "model_or_path must be a model of transformers, or the directory or Hub id of one (got "
+            f"{type(model_or_path).__name__}). A PEFT model's adapter is merged first: "
+            "model.merge_and_unload()."
+        )
     else:
         source = _load(model_or_path, task, model_class, load_kwargs or {})
     family = _family(source.config)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from common import TINY, batch, randomize
 from families import CASE, each_class, main_output
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -358,6 +358,8 @@ def test_bad_sources(tmp_path):
         upcycle(DistilBertModel(DistilBertConfig(n_layers=1)), "mae")
     with pytest.raises(ValueError, match="plain source"):
         upcycle(upcycle(source_of(), "mae"), "moa")
+    with pytest.raises(ValueError, match=r"\(got PeftModel\).*merge_and_unload"):
+        upcycle(get_peft_model(source_of(), LoraConfig(target_modules=["query"])), "mae")
     source_of(dtype=torch.float32).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="task must be one of"):
         upcycle(tmp_path, task="translation")
