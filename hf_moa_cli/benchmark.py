@@ -67,12 +67,13 @@ def _batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
     if args.data is None:
         torch.manual_seed(0)
         positions = getattr(model.config, "max_position_embeddings", None) or args.length
-        shape = (args.batch_size, min(args.length, positions))
+        choices = [2] if type(model).__name__.endswith("ForMultipleChoice") else []
+        shape = [args.batch_size, *choices, min(args.length, positions)]
         ids = torch.randint(model.config.vocab_size, shape)
         end = model.config.eos_token_id
         if end is not None:  # some classifiers read its place, and want one
             ids[ids == end] = (end + 1) % model.config.vocab_size
-            ids[:, -1] = end
+            ids[..., -1] = end
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     else:
         from hf_moa.analysis.text_batches import TextBatches

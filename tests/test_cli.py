@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import TINY
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 import hf_moa
-from hf_moa import MoaBertConfig
+from hf_moa import MoaBertConfig, MoaBertForMultipleChoice
 from hf_moa.cli import main
 from hf_moa.modeling.configuration_gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
@@ -349,6 +350,13 @@ def test_benchmark_times_each_budget_beside_the_plain_model(gated_dir, texts, ca
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
     assert all(0 < row["compute_fraction"] <= 1 for row in rows[1:])
     assert found["environment"]["torch"] == torch.__version__
+
+
+def test_benchmark_of_multiple_choice_has_choices(tmp_path, capsys):
+    MoaBertForMultipleChoice(MoaBertConfig(**TINY, cct_budgets=[1, 0.5])).save_pretrained(tmp_path)
+    options = ["--turns", "2", "--length", "8", "--batch-size", "2"]
+    assert main(["benchmark", str(tmp_path), *options]) == 0
+    assert "2x2x8 random tokens" in capsys.readouterr().out
 
 
 def test_benchmark_prints_a_table(gated_dir, capsys):
