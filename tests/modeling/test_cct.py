@@ -14,6 +14,7 @@ from layers import attention_layer, each_backbone
 from references import cct_attention, control, layer_norm
 
 from hf_moa import MoaBertForMultipleChoice, MoaBertForSequenceClassification, MoaBertModel
+from hf_moa.modeling.attention import GatedAttention
 from hf_moa.modeling.budgets import BudgetControl
 from hf_moa.modeling.cct import ControlNetwork, GatedAttentionControl
 from hf_moa.modeling.cct_costs import AttentionCost, AttentionUse, budget_loss
@@ -342,6 +343,8 @@ def test_attention_drops_before_its_output_in_the_papers_layout(case, sublayer_n
         module.register_forward_hook(lambda _, __, x: zeros[place].append((x == 0).float().mean()))
 
     for module in model.modules():
+        if isinstance(module, GatedAttention):
+            module.attention_dropout = 0.0  # it would leave zeros of its own
         if isinstance(module, GatedAttentionControl):
             count(module.context_dropout, "before")
         elif isinstance(module, MoaBertAttention):
@@ -355,7 +358,7 @@ def test_attention_drops_before_its_output_in_the_papers_layout(case, sublayer_n
     drops, keeps = ("before", "behind") if sublayer_norm else ("behind", "before")
     for share in zeros[drops]:
         torch.testing.assert_close(share, torch.tensor(0.5), atol=0.15, rtol=0)
-    assert max(zeros[keeps]) < 0.2  # rows whose attention is dropped in full
+    assert max(zeros[keeps]) < 0.01
 
 
 def test_training_loss_includes_the_budget_loss_and_eval_loss_does_not():
