@@ -121,7 +121,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         held = self._held(size)
         seen = None if size is None else size - 1 + rows.shape[1]
         if valid is None and f"{name}_valid" not in self.states:
-            return Window(self._append(name, rows, held=held, seen=seen, kind=AveragedRows), None)
+            return Window(self._append(name, rows, held=held, seen=seen, averaged=True), None)
         if valid is None:
             valid = rows.new_ones(rows.shape[:2], dtype=torch.bool)
         elif name in self.states and f"{name}_valid" not in self.states:
@@ -130,7 +130,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
             self._append(f"{name}_valid", past)
         rows = rows.masked_fill(~valid.unsqueeze(-1), 0.0)
         return Window(
-            self._append(name, rows, held=held, seen=seen, kind=AveragedRows),
+            self._append(name, rows, held=held, seen=seen, averaged=True),
             self._append(f"{name}_valid", valid, held=held, seen=seen),
         )
 
@@ -191,11 +191,12 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         *,
         held: int | None = None,
         seen: int | None = None,
-        kind: type[GrowingRows] = GrowingRows,
+        averaged: bool = False,
     ) -> Tensor:
-        """See `GrowingRows.append`; `kind` is of a new state."""
+        """See `GrowingRows.append`; `averaged` is of a new state."""
         if name not in self.states:
-            self.states[name] = kind(new[:, :0])
+            rows = new[:, :0]  # by their names: Dynamo makes no object of a class that it is given
+            self.states[name] = AveragedRows(rows) if averaged else GrowingRows(rows)
         return self.states[name].append(new, held=held, seen=seen)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -19,9 +19,7 @@ ALIKE = {"moa-noisy", "moe-noisy"}
 def test_is_captured_as_one_graph(case, fields):
     torch._dynamo.reset()
     model = case.build(**fields, **few_layers(case, fields))
-    inputs = case.inputs() | {"use_cache": False}
-    if case.family.name == "bert":
-        del inputs["use_cache"]
+    inputs = case.inputs()
     budgets = [None, 0.5] if model.config.has_cct and case.family.name != "t5" else [None]
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -52,10 +50,7 @@ def test_training_step_is_captured_as_one_graph(case, fields):
         model.set_experts_implementation("grouped_mm")
         step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         torch.manual_seed(1)
-        inputs = case.inputs() | case.labels()
-        if case.family.name != "bert":
-            inputs["use_cache"] = False
-        step(**inputs).loss.backward()
+        step(**case.inputs(), **case.labels()).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, expected in gradients[0].items():
         limit = error * max(1.0, expected.abs().max().item())
@@ -75,7 +70,7 @@ def test_compiled_model_computes_the_same(model_class, name):
     torch._dynamo.reset()
     case = CASE[model_class]
     model = case.build(**VARIANTS[name], **case.family.one_layer)
-    inputs = case.inputs() | ({} if case.family.name == "bert" else {"use_cache": False})
+    inputs = case.inputs()
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True)
         expected = model(**inputs).logits
