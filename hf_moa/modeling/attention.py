@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention_functions import eager_attention_forward
 from .cct import AttentionGates, GatedAttentionControl, attention_dropouts, sublayer_norm
 from .cct_costs import AttentionCost, AttentionUse, used_and_full
-from .gate_cache import GatePast, gated_layer, is_empty, own_cache
+from .gate_cache import GatePast, check_held_keys, gated_layer, is_empty, own_cache
 from .mixtures import build_mixture
 from .open_keys_cache import spread_open_keys
 from .token_rows import TokenRows
@@ -365,6 +365,7 @@ class GatedAttention(nn.Module):
             x.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2) for x in (key, value)
         )
         if call.past_key_values is not None:
+            check_held_keys(self._cache(call), self.layer_idx, key)
             key, value = self._cache(call).update(key, value, self.layer_idx)
             self._note_updated(call)
         return key, value

@@ -344,6 +344,24 @@ def gated_layer(
     return layer
 
 
+def check_held_keys(cache: Cache, layer_idx: int, new: Tensor) -> None:
+    """Check that the new keys `[B, heads, T, dh]` go on from those that a cache holds.
+
+    Raises:
+        ValueError: these are of other heads; those of PEFT's prefix tuning are, by default.
+    """
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
+        return
+    (_, heads, _, size), (_, held_heads, _, held_size) = new.shape, layer.keys.shape
+    if (heads, size) != (held_heads, held_size):
+        raise ValueError(
+            f"past_key_values must hold keys of this model's heads, {heads} of size {size} in layer "
+            f"{layer_idx} (got {held_heads} of size {held_size}). A PrefixTuningConfig makes them so "
+            f"with num_attention_heads={heads}, token_dim={heads * size}."
+        )
+
+
 def is_empty(layer: DynamicLayer | StaticLayer) -> bool:
     """Whether a layer holds no keys."""
     # Compiled code meets static layers that were filled eagerly, and those are gated already.
