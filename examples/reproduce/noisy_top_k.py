@@ -7,7 +7,8 @@ A small GPT-2 whose feed-forward layers are 16 experts of which 2 are active: wi
 with and without the two losses (weights 0.1 together, 0.2 alone). The load loss needs the noise. Beside
 these stands a model without experts that computes as much: its layers are as wide as the 2 active ones
 together. Test perplexity, and how evenly the test tokens, which are routed without noise, are spread
-over the experts. A run that was stopped goes on where it was. The report:
+over the experts. Three of the variants again, for three times the updates. A run that was stopped
+goes on where it was. The report:
 
     python examples/reproduce/noisy_top_k.py --report model_cards/noisy_top_k
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
@@ -28,7 +30,7 @@ from wikitext_runs import train_on_wikitext
 from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
-STEPS = 1_200
+STEPS, LONG_STEPS = 1_200, 3_600
 NUM_ACTIVE, WIDTH = 2, 256  # experts of a token, and each one's hidden layer
 
 
@@ -54,6 +56,7 @@ VARIANTS: dict[str, Flags] = {
     "nothing": experts("topk"),
     "no experts": {"config_overrides": {"n_inner": NUM_ACTIVE * WIDTH}},
 }
+LONGER = ("noise, both losses", "importance loss alone", "nothing")
 FLAGS: Flags = {
     "model_type": "moa_gpt2",
     "vocab_size": 4096,
@@ -76,7 +79,15 @@ FLAGS: Flags = {
 
 
 def runs(results: Results) -> list[Settings]:
-    return [{"variant": variant, "steps": STEPS, "seed": seed} for seed in SEEDS for variant in VARIANTS]
+    return each_seed(VARIANTS, STEPS)
+
+
+def longer_runs(results: Results) -> list[Settings]:
+    return each_seed(LONGER, LONG_STEPS)
+
+
+def each_seed(variants: Iterable[str], steps: int) -> list[Settings]:
+    return [{"variant": variant, "steps": steps, "seed": seed} for seed in SEEDS for variant in variants]
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
@@ -107,13 +118,20 @@ def report(results: Results, folder: Path) -> str:
         LOAD_MAX,
         UNUSED,
     ]
-    return f"{variant_table(results, VARIANTS, columns, steps=STEPS)}\n\n{time_and_machine(results)}"
+    return "\n\n".join(
+        [
+            variant_table(results, VARIANTS, columns, steps=STEPS),
+            f"{LONG_STEPS:,} updates:",
+            variant_table(results, LONGER, columns, steps=LONG_STEPS),
+            time_and_machine(results),
+        ]
+    )
 
 
 EXPERIMENT = Experiment(
     name="noisy_top_k",
     description=__doc__,
-    phases=(Phase("training", runs, measure),),
+    phases=(Phase("training", runs, measure), Phase("longer", longer_runs, measure)),
     report=report,
     needed={},
     optional=DATA_DIR | WORK_DIR,

@@ -201,13 +201,15 @@ def test_language_models(reproduce, data_dir, tmp_path, capsys, name):
     module.FLAGS |= {"vocab_size": 300, "per_device_train_batch_size": 4}
     module.FLAGS["config_overrides"] |= {"n_layer": 1, "n_positions": 16, "n_embd": 32}
     if name == "noisy_top_k":
-        module.STEPS = 2
+        module.STEPS, module.LONG_STEPS = 2, 3
+        variants = [*module.VARIANTS, *module.LONGER]
     else:
         module.FLAGS |= {"max_train_samples": 8, "num_train_epochs": 2}
+        variants = list(module.VARIANTS)
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
     rows = rows_of(results)
-    assert [row["settings"]["variant"] for row in rows] == list(module.VARIANTS)
+    assert [row["settings"]["variant"] for row in rows] == variants
     assert all(row["measured"]["perplexity"] > 1 for row in rows)
     gated = "load_cv" if name == "noisy_top_k" else "entropy"
     without = [row["settings"]["variant"] for row in rows if gated not in row["measured"]]
