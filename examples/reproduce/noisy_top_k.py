@@ -4,11 +4,11 @@ appendix A, table 6, on WikiText-2.
     python examples/reproduce/noisy_top_k.py --data_dir data
 
 A small GPT-2 whose feed-forward layers are 16 experts of which 2 are active: with and without the noise,
-with and without the two losses (weights 0.1 together, 0.2 alone). The load loss needs the noise. Beside
-these stands a model without experts that computes as much: its layers are as wide as the 2 active ones
-together. Test perplexity, and how evenly the test tokens, which are routed without noise, are spread
-over the experts. Three of the variants again, for three times the updates. A run that was stopped
-goes on where it was. The report:
+with and without the two losses (of the paper's weights: 0.2 alone; 0.1, 0.01 and 1 together). The load
+loss needs the noise. Beside these stands a model without experts that computes as much: its layers are
+as wide as the 2 active ones together. Test perplexity, and how evenly the test tokens, which are routed
+without noise, are spread over the experts. Three of the variants again, for three times the updates. A
+run that was stopped goes on where it was. The report:
 
     python examples/reproduce/noisy_top_k.py --report model_cards/noisy_top_k
 """
@@ -49,6 +49,8 @@ def experts(router_type: str, **losses: float) -> Flags:
 
 VARIANTS: dict[str, Flags] = {
     "noise, both losses": experts("noisy_topk", importance=0.1, load=0.1),
+    "noise, both losses, weight 0.01": experts("noisy_topk", importance=0.01, load=0.01),
+    "noise, both losses, weight 1": experts("noisy_topk", importance=1, load=1),
     "noise, importance loss": experts("noisy_topk", importance=0.2),
     "noise, load loss": experts("noisy_topk", load=0.2),
     "noise alone": experts("noisy_topk"),
