@@ -72,13 +72,22 @@ class FTGLayer(nn.Module, BaseTunerLayer):
         # an embedding is given integers: then the base says what comes out
         base = next((p.dtype for p in self.base_layer.parameters()), None)
         given = next((x.dtype for x in args if _is_floating(x)), base)
-        if dtype is None or given is None or autocasts(_device_type(args)):
+        if None in (dtype, given) or autocasts(_device_type(args)):
+            return module(*args, **kwargs)
+        # a gate is told what to compute in
+        told = {name: dtype for name, value in kwargs.items() if isinstance(value, torch.dtype)}
+        fits = given == dtype and all(kwargs[name] == dtype for name in told)
+        if fits or self._has_dtypes_of_base(module):
             return module(*args, **kwargs)
         args = tuple(x.to(dtype) if _is_floating(x) else x for x in args)
-        # a gate that is told what to compute in
-        kwargs = {k: dtype if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
+        kwargs |= told
         output = module(*args, **kwargs)
         return output.to(given) if isinstance(output, Tensor) else output
+
+    def _has_dtypes_of_base(self, copy: nn.Module) -> bool:
+        """Whether the copy, too, is bfloat16 but for the norms, which always stay float32."""
+        pairs = zip(copy.parameters(), self.base_layer.parameters(), strict=False)
+        return all(mine.dtype == base.dtype for mine, base in pairs)
 
     def active_module(self) -> nn.Module:
         """The module that runs: the active adapter's copy, or the base."""

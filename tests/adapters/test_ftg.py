@@ -492,6 +492,26 @@ def test_half_precision_base_with_full_precision_gates(name, variant, tmp_path):
         assert (actual - reference).abs().float().mean() < 0.1 * reference.abs().float().mean()
 
 
+@each_backbone
+@each_variant
+def test_half_precision_gates(name, variant, tmp_path):
+    """Copies that nothing casts have float32 norms beside bfloat16 weights, as the base's gates."""
+    build(name, **VARIANTS[variant]).save_pretrained(tmp_path / "base")
+
+    def load():
+        return CLASSES[name].gated.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).eval()
+
+    reference = predict(name, load())
+    model = get_peft_model(load(), FTGConfig(plus=True), autocast_adapter_dtype=False)
+    assert torch.equal(predict(name, model), reference)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded, added = load(), load()
+    loaded.load_adapter(tmp_path / "adapter")
+    added.add_adapter(FTGConfig(plus=True))
+    for model in (loaded, added):
+        assert torch.equal(predict(name, model.eval()), reference)
+
+
 @pytest.mark.slow
 @each_variant
 def test_compiled_adapter_is_the_same(variant):
