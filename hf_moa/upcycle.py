@@ -84,9 +84,15 @@ def upcycle(
     else:
         source = _load(model_or_path, task, model_class, load_kwargs or {})
     family = _family(source.config)
-    target_class = family.gated_class(_plain_name(type(source).__name__, family))
+    name = type(source).__name__
+    target_class = family.gated_class(_plain_name(name, family))
     config = _target_config(source.config, attention_type, config_fields)
-    state = {name: tensor.detach().clone() for name, tensor in source.state_dict().items()}
+    _, unused = family.aliases.get(name, (name, ()))
+    state = {
+        key: tensor.detach().clone()
+        for key, tensor in source.state_dict().items()
+        if not key.startswith(unused)
+    }
     return _build(target_class, config, family.convert(state, source.config, config), source)
 
 
@@ -126,7 +132,7 @@ def _load(
 def _plain_name(name: str, family: Family) -> str:
     """`MoaBertForMaskedLM` or `BertForPreTraining` -> `BertForMaskedLM`."""
     plain = name.removeprefix("Moa")
-    plain = family.aliases.get(plain, plain)
+    plain, _ = family.aliases.get(plain, (plain, ()))
     if plain not in family.tasks.values():
         raise ValueError(
             f"There is no gated class for {name!r}; there is one for "

@@ -29,7 +29,8 @@ class Family:
         tasks: task -> the source's class, by name. The values are all classes there are.
         convert: `(state dict, source's config, gated config)` -> the gated model's state dict.
         extra_fields: configuration fields that may be set beside the gating ones.
-        aliases: a class without a gated one -> the class that stands for it.
+        aliases: a class without a gated one -> the class that stands for it, and the prefixes of the
+            weights which that one has no use for.
     """
 
     model_type: str
@@ -38,7 +39,7 @@ class Family:
     tasks: dict[str, str]
     convert: Callable[[dict[str, Tensor], PreTrainedConfig, PreTrainedConfig], dict[str, Tensor]]
     extra_fields: tuple[str, ...]
-    aliases: dict[str, str]
+    aliases: dict[str, tuple[str, tuple[str, ...]]]
 
     def gated_class(self, name: str) -> type[PreTrainedModel]:
         """The gated class of a plain one, `BertModel` -> `MoaBertModel`."""
@@ -71,7 +72,9 @@ FAMILIES = (
         convert=convert_bert,
         extra_fields=("num_attention_heads", "head_dim", "pre_norm"),
         # Pretraining checkpoints hold a masked language model; their next-sentence head has no use here.
-        aliases={"BertForPreTraining": "BertForMaskedLM"},
+        aliases={
+            "BertForPreTraining": ("BertForMaskedLM", ("bert.pooler.", "cls.seq_relationship.")),
+        },
     ),
     Family(
         model_type="gpt2",

@@ -305,8 +305,13 @@ def test_path_with_a_task_or_a_class(tmp_path):
 
 
 def test_pretraining_checkpoint_becomes_a_masked_language_model(tmp_path):
-    source_of(BertForPreTraining, torch.float32).save_pretrained(tmp_path)
-    assert type(upcycle(tmp_path, "mae")) is MoaBertForMaskedLM
+    source = source_of(BertForPreTraining, torch.float32)
+    source.save_pretrained(tmp_path)
+    inputs = torch.arange(12)[None]
+    expected = source(inputs).prediction_logits
+    for model in (upcycle(source, "mae"), upcycle(tmp_path, "mae")):
+        assert type(model) is MoaBertForMaskedLM
+        torch.testing.assert_close(model(inputs).logits, expected)
 
 
 def test_plain_gated_model_is_a_source(tmp_path):
