@@ -74,13 +74,11 @@ class FTGLayer(nn.Module, BaseTunerLayer):
         given = next((x.dtype for x in args if _is_floating(x)), base)
         if None in (dtype, given) or autocasts(_device_type(args)):
             return module(*args, **kwargs)
-        # a gate is told what to compute in
-        told = {name: dtype for name, value in kwargs.items() if isinstance(value, torch.dtype)}
-        fits = given == dtype and all(kwargs[name] == dtype for name in told)
-        if fits or self._has_dtypes_of_base(module):
+        told = [value for value in kwargs.values() if isinstance(value, torch.dtype)]  # to compute in
+        if all(each == dtype for each in (given, *told)) or self._has_dtypes_of_base(module):
             return module(*args, **kwargs)
         args = tuple(x.to(dtype) if _is_floating(x) else x for x in args)
-        kwargs |= told
+        kwargs = {k: dtype if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
         output = module(*args, **kwargs)
         return output.to(given) if isinstance(output, Tensor) else output
 
