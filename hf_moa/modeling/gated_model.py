@@ -271,6 +271,8 @@ class GatedModel:
             module.reset_buffers()
         elif isinstance(module, (ExpertInput, ExpertOutput)):
             query_std, output_std = self._attention_init_std()
+            # its weights sum to 1: where k heads add up, k experts are averaged
+            output_std *= self.config.num_attention_heads
             init.normal_(module.weight, std=query_std if isinstance(module, ExpertInput) else output_std)
             if module.bias is not None:
                 init.zeros_(module.bias)

@@ -12,6 +12,7 @@ from families import BERT, GPT2, T5
 from references import Weights, bert_weights, gpt2_weights, t5_weights
 from torch import Tensor, nn
 
+from hf_moa import MoaBertModel, MoaGPT2Model, MoaT5EncoderModel
 from hf_moa.modeling.attention import GatedAttention
 from hf_moa.modeling.moa_bert_layers import MoaBertAttention
 from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Attention
@@ -93,3 +94,17 @@ def attention_layer(backbone: str, *, cross: bool = False, seed: int = 0, **fiel
             config, layer_idx=0, is_cross_attention=cross, has_relative_attention_bias=not cross
         )
     return Layer(backbone, randomize(module.double(), seed=seed + 2), core)
+
+
+def new_attention_layer(backbone: str, **fields) -> Layer:
+    """The first layer of a new model, with its initial values. `backbone` is "bert", "gpt2" or "t5"."""
+    family, model_class = {
+        "bert": (BERT, MoaBertModel),
+        "gpt2": (GPT2, MoaGPT2Model),
+        "t5": (T5, MoaT5EncoderModel),
+    }[backbone]
+    torch.manual_seed(0)
+    model = model_class(family.config(attn_implementation="eager", **family.no_dropout, **fields))
+    kinds = (MoaBertAttention, MoaGPT2Attention, MoaT5Attention)
+    module = next(each for each in model.modules() if isinstance(each, kinds))
+    return Layer(backbone, module.double(), module.self if backbone == "bert" else module)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import assert_same_with_gradients, hidden, randomize, tiny_config
-from layers import attention_layer, each_backbone
+from layers import attention_layer, each_backbone, new_attention_layer
 from references import moa_attention
 
 from hf_moa import MoaBertModel
@@ -33,6 +33,16 @@ def test_equals_the_loop_over_tokens_and_experts(backbone, heads, experts, head_
     actual, _ = layer(x, mask)
     expected = moa_attention(layer.core, layer.weights, x, mask)
     assert_same_with_gradients(actual[mask], expected[mask], [x, *layer.parameters()])
+
+
+@pytest.mark.parametrize("backbone", ["bert", "gpt2", "t5"])
+def test_new_experts_together_have_the_scale_of_heads(backbone):
+    """Weights sum to 1, so experts initialised as heads are would start at 1/k of it."""
+    heads = new_attention_layer(backbone)
+    experts = new_attention_layer(backbone, attention_type="moa", num_attention_experts=8)
+    x, mask = torch.randn(2_000, 1, 32, dtype=torch.float64), torch.ones(2_000, 1, dtype=torch.bool)
+    scale, expected = (layer(x, mask)[0].std().item() for layer in (experts, heads))
+    assert scale == pytest.approx(expected, rel=0.2)
 
 
 def test_noisy_router_replaces_the_logits():
