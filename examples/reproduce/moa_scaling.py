@@ -39,7 +39,7 @@ from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
-STEPS = {"wikitext-2": 3_000, "wikitext-103": 1_500, "multi30k": 1_500}  # by corpus
+STEPS = {"wikitext-2": 6_000, "wikitext-103": 3_000, "multi30k": 1_500}  # by corpus
 TUNING = {"text": "validation", "seed": 0}
 SENTENCE_LENGTH = 16  # tokens, of Multi30k on average
 
@@ -80,7 +80,11 @@ RATES: dict[str, tuple[tuple[float, ...], tuple[str, str]]] = {
     "wikitext-2": ((1e-3, 2e-3, 4e-3), ("MHA", "MoA 8 of 32")),
     "multi30k": ((1e-2, 3e-2), ("MHA", "MoA 8K16E")),
 }
-MASKED: Flags = merged(SMALL_BERT, {"config_overrides": {"num_hidden_layers": 4}})
+# few layers and small batches, for many updates: each expert learns from a share of the tokens alone
+MASKED: Flags = merged(
+    SMALL_BERT,
+    {"config_overrides": {"num_hidden_layers": 2}, "per_device_train_batch_size": 32},
+)
 
 
 def tuning_runs(results: Results) -> list[Settings]:
