@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
+from transformers.generation import (
+    GenerationMixin,
+    LogitsProcessorList,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from .attention import GatedAttention
 
@@ -92,3 +97,15 @@ class GatedGenerationMixin(GenerationMixin):
         return super()._get_candidate_generator(
             *args, model_kwargs=model_kwargs, assistant_model=assistant_model, **kwargs
         )
+
+    def _get_logits_processor(
+        self, *args: Any, model_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> LogitsProcessorList:
+        processors = super()._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
+        budget = (model_kwargs or {}).get("budget")
+        for processor in processors:
+            if budget is not None and isinstance(
+                processor, UnbatchedClassifierFreeGuidanceLogitsProcessor
+            ):
+                processor.model = partial(self, budget=budget)  # it asks the model by itself
+        return processors

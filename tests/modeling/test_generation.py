@@ -243,6 +243,19 @@ def test_budget_of_generation():
         model.generate(**inputs, **LENGTH, budget=0.7)
 
 
+def test_guidance_has_the_budget_of_generation():
+    case = GENERATORS["gpt2"]
+    model, inputs = build(case, cct_budgets=[1, 0.5]), prompt(case)
+    guided = {**inputs, **LENGTH, "do_sample": False, "guidance_scale": 3.0}
+    actual = model.generate(**guided, budget=0.5)
+    mixed = model.generate(**guided, budget=torch.tensor([0.5, 1.0, 0.5]))
+    default = model.generate(**guided)
+    model.set_budget(0.5)
+    assert torch.equal(actual, model.generate(**guided))
+    assert torch.equal(mixed[::2], actual[::2])
+    assert torch.equal(mixed[1], default[1])
+
+
 def test_budget_of_generation_is_a_pair_for_t5():
     case = GENERATORS["t5"]
     model, inputs = build(case, cct_budgets=[1, 0.5]), prompt(case)
