@@ -115,7 +115,8 @@ def test_residual_projections_start_smaller_with_depth():
     for fields in ({}, {"attention_type": "moa", "ffn_type": "moe"}, {"cct_budgets": [1]}):
         config = GPT2.config(n_embd=64, n_layer=8, n_inner=128, **fields)
         block = LM.gated(config).transformer.h[0]
-        assert block.attn.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+        averaged = config.n_head if config.attention_type == "moa" else 1  # k experts
+        assert block.attn.c_proj.weight.std().item() == pytest.approx(averaged * 0.02 / 4, rel=0.1)
         feed_forward = block.mlp.c_proj if hasattr(block.mlp, "c_proj") else None
         if feed_forward is not None:
             assert feed_forward.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
