@@ -97,6 +97,7 @@ FINETUNING: Flags = {
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 64,
     "train_sampling_strategy": "group_by_length",
+    "bf16": True,
 }
 
 

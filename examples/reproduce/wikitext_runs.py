@@ -29,6 +29,7 @@ SMALL_BERT: Flags = {
     "weight_decay": 0.01,
     "per_device_train_batch_size": 64,
     "per_device_eval_batch_size": 64,
+    "mixed_precision": "bf16",
 }
 
 
