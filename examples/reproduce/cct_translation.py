@@ -7,6 +7,7 @@
 - noise of the gates that grows over the run (the paper's) against noise that is constant from the second
   update on;
 - feed-forward layers in 4 parts (the paper's) against 2 and 1;
+- one budget drawn for both halves of the model, so four pairs, against one for each, so sixteen;
 - CCT from scratch, with the paper's extra norms.
 
 All models are trained for the same number of updates, in two stages: as plain models with Adafactor,
@@ -26,6 +27,7 @@ import argparse
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from corpora import multi30k
 from experiment import DATA_DIR, Experiment, Phase
@@ -59,11 +61,12 @@ GATES = {
     "cct_noise_max": 2.0,  # better than 5 on the validation text, but at the budget of 0.2
 }
 # variant -> fields of the config, flags of the second stage
-GATED: dict[str, tuple[dict[str, int], Flags]] = {
+GATED: dict[str, tuple[dict[str, Any], Flags]] = {
     "CCT": ({}, {}),
     "CCT, constant noise": ({}, {"cct_noise_steps": 1}),
     "CCT, 2 parts": ({"cct_num_ffn_splits": 2}, {}),
     "CCT, 1 part": ({"cct_num_ffn_splits": 1}, {}),
+    "CCT, equal halves": ({"cct_budgets": [(budget, budget) for budget in SAMPLED]}, {}),
 }
 FROM_SCRATCH = "CCT from scratch"
 FROM_SCRATCH_FLAGS: Flags = {
@@ -127,24 +130,25 @@ def trained_model(variant: str, seed: int, options: argparse.Namespace) -> Path:
     further = FURTHER
     if variant in GATED:
         fields, flags = GATED[variant]
-        start = converted(start, fields, seed, Path(options.models_dir, "converted"))
+        gates = run_folder(Path(options.models_dir, "converted"), variant, seed)
+        start = converted(start, fields, seed, gates)
         further = FURTHER | flags
     train(further, steps=FURTHER_STEPS, folder=folder, start=start)
     return folder
 
 
-def converted(plain: Path, fields: dict[str, int], seed: int, parent: Path) -> Path:
-    """The folder of a plain checkpoint that has been given gates."""
+def converted(plain: Path, fields: dict[str, Any], seed: int, folder: Path) -> Path:
+    """The folder, with the model of a plain checkpoint that has been given gates."""
     import torch
     from transformers import AutoTokenizer
 
     from hf_moa import upcycle
 
-    folder = run_folder(parent, "-".join(map(str, ["CCT", *fields.values()])), seed)
+    fields = {"cct_budgets": list(SAMPLED), **GATES, **fields}
     with claimed(folder):
         if not (folder / "tokenizer_config.json").is_file():
             torch.manual_seed(seed)
-            upcycle(plain, cct_budgets=list(SAMPLED), **GATES, **fields).save_pretrained(folder)
+            upcycle(plain, **fields).save_pretrained(folder)
             AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
     return folder
 

@@ -99,6 +99,6 @@ def computed_at(model: Any, *lengths: int, budget: float, compute: float) -> dic
     Args:
         lengths, compute: of `layer_flops`.
     """
-    smallest = model.config.listed_budgets[-1]
+    smallest = min(model.config.stack_budgets)
     flops = layer_flops(model, *lengths, budget=smallest, compute=compute)
     return {at_budget("compute", budget): compute, at_budget("flops", budget): flops}

@@ -152,7 +152,7 @@ def test_cct_translation(reproduce, data_dir, tmp_path, capsys):
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main([*folders, "--results", str(results)])
     rows = rows_of(results)
-    assert len(rows) == 5 + 1
+    assert len(rows) == 6 + 1
     gated = next(row["measured"] for row in rows if row["settings"].get("variant") == "CCT")
     assert {f"bleu at {b}" for b in ("1", "0.5", "0.33", "0.2")} < gated.keys()
     assert 0 <= gated["compute at 0.2"] <= 1
