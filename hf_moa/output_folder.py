@@ -56,11 +56,29 @@ def _put_in_place(work: Path, path: Path) -> None:
     if not path.exists():
         work.rename(path)
         return
-    # The folder itself stays: it may be someone's working directory, or a mount point.
-    for old in path.iterdir():
-        if old.is_dir() and not old.is_symlink():
-            shutil.rmtree(old)
-        else:
-            old.unlink()
-    for new in work.iterdir():
-        new.rename(path / new.name)
+    # The folder itself stays: it may be someone's working directory, a link or a mount point.
+    old, new = list(path.iterdir()), list(work.iterdir())
+    aside = Path(tempfile.mkdtemp(prefix=".", suffix=".replaced", dir=path))
+    try:
+        for entry in old:
+            entry.rename(aside / entry.name)
+        try:
+            for entry in new:
+                shutil.move(entry, path / entry.name)  # copies, to another file system
+        except BaseException:
+            for entry in new:
+                _remove(path / entry.name)
+            raise
+    except BaseException:
+        for entry in aside.iterdir():
+            entry.rename(path / entry.name)
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside)
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)

@@ -1,5 +1,10 @@
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
+from hf_moa import output_folder as output_folder_module
 from hf_moa.output_folder import output_folder
 
 
@@ -65,6 +70,61 @@ def test_overwriting_replaces_everything_of_an_earlier_result(tmp_path):
     write(target, overwrite=True)
     assert [entry.name for entry in target.iterdir()] == ["config.json"]
     assert (target / "config.json").read_text() == "new"
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_earlier_result_survives_an_error_in_putting_the_new_one_in_place(
+    tmp_path, monkeypatch, failing
+):
+    target = tmp_path / "out"
+    (target / "shards").mkdir(parents=True)
+    (target / "config.json").write_text("old")
+    (target / "shards" / "1").write_text("old")
+    moves = []
+
+    def move(source, destination, original):
+        moves.append(source)
+        if len(moves) == failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(source, destination)
+
+    rename, shutil_move = Path.rename, output_folder_module.shutil.move
+    monkeypatch.setattr(Path, "rename", lambda *paths: move(*paths, rename))
+    monkeypatch.setattr(output_folder_module.shutil, "move", lambda *paths: move(*paths, shutil_move))
+    with (
+        pytest.raises(OSError, match="No space left"),
+        output_folder(target, overwrite=True, marker="config.json") as folder,
+    ):
+        (folder / "config.json").write_text("new")
+        (folder / "other.json").write_text("new")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert sorted(entry.name for entry in target.iterdir()) == ["config.json", "shards"]
+    assert (target / "config.json").read_text() == "old"
+    assert (target / "shards" / "1").read_text() == "old"
+
+
+def test_folder_on_another_file_system_is_replaced(tmp_path, monkeypatch):
+    """As where the path is a link to one, or a mount point."""
+    write(tmp_path / "real")
+    target = tmp_path / "elsewhere" / "out"
+    target.parent.mkdir()
+    target.symlink_to(tmp_path / "real")
+    rename = os.rename
+
+    def refuse_to_cross(source, destination, **kwargs):
+        if ".partial" in str(source):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return rename(source, destination, **kwargs)
+
+    monkeypatch.setattr(os, "rename", refuse_to_cross)
+    with output_folder(target, overwrite=True, marker="config.json") as folder:
+        (folder / "config.json").write_text("newer")
+        (folder / "shards").mkdir()
+        (folder / "shards" / "1").write_text("newer")
+    assert target.is_symlink()
+    assert sorted(entry.name for entry in target.iterdir()) == ["config.json", "shards"]
+    assert (target / "config.json").read_text() == (target / "shards" / "1").read_text() == "newer"
+    assert [entry.name for entry in target.parent.iterdir()] == ["out"]
 
 
 def test_overwriting_refuses_a_folder_of_something_else(tmp_path):
