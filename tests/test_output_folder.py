@@ -8,9 +8,10 @@ from hf_moa import output_folder as output_folder_module
 from hf_moa.output_folder import output_folder
 
 
-def write(path, **options):
-    with output_folder(path, **{"overwrite": False, "marker": "config.json"} | options) as folder:
-        (folder / "config.json").write_text("new")
+def write(path, *, overwrite=False, names=("config.json",)):
+    with output_folder(path, overwrite=overwrite, marker="config.json") as folder:
+        for name in names:
+            (folder / name).write_text("new")
 
 
 def test_folder_appears_with_its_parents_when_all_is_written(tmp_path):
@@ -91,12 +92,8 @@ def test_earlier_result_survives_an_error_in_putting_the_new_one_in_place(
     rename, shutil_move = Path.rename, output_folder_module.shutil.move
     monkeypatch.setattr(Path, "rename", lambda *paths: move(*paths, rename))
     monkeypatch.setattr(output_folder_module.shutil, "move", lambda *paths: move(*paths, shutil_move))
-    with (
-        pytest.raises(OSError, match="No space left"),
-        output_folder(target, overwrite=True, marker="config.json") as folder,
-    ):
-        (folder / "config.json").write_text("new")
-        (folder / "other.json").write_text("new")
+    with pytest.raises(OSError, match="No space left"):
+        write(target, overwrite=True, names=("config.json", "other.json"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
     assert sorted(entry.name for entry in target.iterdir()) == ["config.json", "shards"]
     assert (target / "config.json").read_text() == "old"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
 
 from hf_moa.markdown import union_table
 
@@ -35,37 +36,62 @@ def _size(budget: Budget) -> float:
 
 
 class _ComputeFractionRecorder:
-    """Collects the output field `compute_fraction` of every forward call inside a `with` block.
+    """Adds up the output field `compute_fraction` of every forward call inside a `with` block.
 
-    The field is in `config.keys_to_ignore_at_inference`, so `Trainer` does not hand it out itself.
+    The field is in `config.keys_to_ignore_at_inference`, so `Trainer` does not hand it out itself. The
+    processes exchange nothing until the end: their generations differ in length.
+
+    Args:
+        model: the bare model, which a wrapper's `generate` calls, too.
     """
 
     def __init__(self, model: torch.nn.Module, trainer: Trainer):
-        self.model = model
-        self.gather = trainer.accelerator.gather_for_metrics
-        self.fractions: list[torch.Tensor] = []
+        self.model, self.trainer = model, trainer
+        self.total = torch.zeros(2, dtype=torch.float64)  # of fractions, and how many
+
+    def _step(self, model, inputs, *args, **kwargs):
+        self.batch_size = find_batch_size(inputs)
+        return self.prediction_step(model, inputs, *args, **kwargs)
 
     def _record(self, module, args, output) -> None:
         fraction = getattr(output, "compute_fraction", None)
         if fraction is not None:
-            # Over processes, as Trainer gathers logits: repeated samples of the last batch dropped.
-            self.fractions.append(self.gather(fraction.detach()))
+            fraction = fraction.detach().cpu().double()
+            # a search has several rows for each sequence
+            fraction = fraction[: len(fraction) * self._num_sequences() // self.batch_size]
+            self.total += torch.stack([fraction.sum(), torch.tensor(len(fraction))])
+
+    def _num_sequences(self) -> int:
+        """Of this batch, without those that are repeated to fill the last batch of all processes."""
+        accelerator = self.trainer.accelerator
+        state = accelerator.gradient_state
+        if accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return self.batch_size
+        left = state.remainder - accelerator.process_index * self.batch_size
+        return min(max(left, 0), self.batch_size)
 
     def __enter__(self):
         self._handle = self.model.register_forward_hook(self._record)
+        self.prediction_step = self.trainer.prediction_step
+        self.trainer.prediction_step = self._step
         return self
 
     def __exit__(self, *exc_info):
         self._handle.remove()
+        self.trainer.prediction_step = self.prediction_step
 
     def mean(self) -> float:
-        """The mean over sequences (not over batches, whose sizes differ)."""
-        if not self.fractions:
+        """The mean over sequences (not over batches, whose sizes differ), of all processes."""
+        accelerator = self.trainer.accelerator
+        total = self.total
+        if accelerator.num_processes > 1:
+            total = accelerator.reduce(total.to(accelerator.device), reduction="sum")
+        if total[1] == 0:
             raise ValueError(
                 f"{type(self.model).__name__} returned no `compute_fraction`. Its outputs must be "
                 "ModelOutputs with that field (`config.return_dict=True`)."
             )
-        return torch.cat([fraction.double().cpu() for fraction in self.fractions]).mean().item()
+        return (total[0] / total[1]).item()
 
 
 def evaluate_budgets(
@@ -104,6 +130,7 @@ def evaluate_budgets(
             is empty; there is no evaluation dataset, or several.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
     trained_budgets = getattr(model.config, "cct_budgets", None)
     if not trained_budgets:
         raise ValueError(

@@ -10,11 +10,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import ModelOutput
 
-from hf_moa import MoaBertConfig, MoaBertForSequenceClassification
-from hf_moa.training import evaluate_budgets, format_budget_table
+from hf_moa import (
+    MoaBertConfig,
+    MoaBertForSequenceClassification,
+    MoaT5Config,
+    MoaT5ForConditionalGeneration,
+)
+from hf_moa.training import (
+    MoaSeq2SeqTrainer,
+    MoaSeq2SeqTrainingArguments,
+    evaluate_budgets,
+    format_budget_table,
+)
 
 # Means over 5 sequences, in batches of 2, 2 and 1: a mean of batch means would differ.
 WORK = [0.1, 0.2, 0.3, 0.4, 1.0]
@@ -169,16 +180,68 @@ def test_fractions_of_a_real_model_are_those_of_its_forward_pass(tmp_path):
     assert rows[0]["compute_fraction"] != rows[1]["compute_fraction"]
 
 
+class FakeGeneratingModel(FakeCCTModel):
+    """Stands for a search: calls itself with two rows for each sequence, once for each tenth of the
+    first one's work, so that processes differ in how often."""
+
+    def forward(self, work, labels=None):
+        for _ in range(round(10 * work[0].item())):
+            self.search(work.repeat_interleave(2))
+        return FakeOutput(loss=self.weight.sum(), logits=torch.stack([work, -work], dim=-1))
+
+    def search(self, work):
+        output = super().forward(work)
+        for hook in self._forward_hooks.values():
+            hook(self, (), output)
+
+
+def test_every_row_of_a_search_counts(tmp_path):
+    [row] = evaluate_budgets(make_trainer(FakeGeneratingModel(), tmp_path), budgets=[1])
+    # once the batch of 0.1 and 0.2, three times that of 0.3 and 0.4, ten times that of 1
+    assert row["compute_fraction"] == pytest.approx((0.3 + 3 * 0.7 + 10 * 1) / (2 + 3 * 2 + 10))
+
+
 @pytest.mark.slow
 def test_two_processes_count_every_sequence_once(tmp_path):
-    """Five sequences on two processes: one is repeated to fill the last batch."""
+    """Five sequences on two processes: three are repeated to fill the last batches."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", __file__]
     subprocess.run([*launch, str(tmp_path)], check=True, env=env)
     for rank in range(2):
-        world_size, rows = json.loads((tmp_path / f"rows-{rank}.json").read_text())
+        world_size, rows, [searched] = json.loads((tmp_path / f"rows-{rank}.json").read_text())
         assert world_size == 2
         assert [row["compute_fraction"] for row in rows] == pytest.approx([0.4, 0.2, 0.1])
+        expected = (0.3 + 3 * 0.7 + 10 * 1) / (2 + 3 * 2 + 10)
+        assert searched["compute_fraction"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("with_labels", [True, False])
+def test_what_an_adapted_model_generates_counts(tmp_path, with_labels):
+    def make_model():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 20, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 16, "num_layers": 1}
+        config = MoaT5Config(**sizes, decoder_start_token_id=0, cct_budgets=[1.0, 0.5])
+        return MoaT5ForConditionalGeneration(config)
+
+    torch.manual_seed(1)
+    data = [{"input_ids": torch.randint(3, 20, (6,))} for _ in range(5)]
+    if with_labels:
+        data = [row | {"labels": torch.randint(3, 20, (4,))} for row in data]
+    args = MoaSeq2SeqTrainingArguments(
+        str(tmp_path),
+        per_device_eval_batch_size=2,
+        predict_with_generate=True,
+        generation_max_length=6,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    lora = LoraConfig(task_type="SEQ_2_SEQ_LM", target_modules=["q"])
+    found = []
+    for model in (make_model(), get_peft_model(make_model(), lora)):
+        trainer = MoaSeq2SeqTrainer(model=model, args=args, eval_dataset=data)
+        found.append(evaluate_budgets(trainer)[1]["compute_fraction"])
+    assert 0 < found[0] < 1
+    assert found[1] == found[0]
 
 
 def test_table_is_markdown():
@@ -199,5 +262,6 @@ def test_table_is_markdown():
 if __name__ == "__main__":  # one process of `test_two_processes_count_every_sequence_once`
     folder = Path(sys.argv[1])
     trainer = make_trainer(FakeCCTModel(), folder)
-    answer = json.dumps([trainer.args.world_size, evaluate_budgets(trainer)])
+    searched = evaluate_budgets(make_trainer(FakeGeneratingModel(), folder), budgets=[1])
+    answer = json.dumps([trainer.args.world_size, evaluate_budgets(trainer), searched])
     (folder / f"rows-{trainer.args.process_index}.json").write_text(answer)
