@@ -146,28 +146,29 @@ def _tokens_and_inputs(
     if not gated.config.is_encoder_decoder:
         return {"decoder" if is_causal else "encoder": source}, inputs
     target = _decoder_tokens(gated, batch, source)
-    if inputs.get("decoder_input_ids") is None:
-        inputs["decoder_input_ids"] = target.ids
-        inputs["decoder_attention_mask"] = target.mask.long()
+    inputs["decoder_input_ids"], inputs["decoder_padding_mask"] = target.ids, target.mask
     return {"encoder": source, "decoder": target}, inputs
 
 
 def _decoder_tokens(gated: GatedModel, batch: Mapping[str, Tensor], source: Tokens) -> Tokens:
-    """What an encoder-decoder model's decoder reads."""
-    ids, labels = batch.get("decoder_input_ids"), batch.get("labels")
-    if ids is not None:
-        mask = batch.get("decoder_attention_mask")
-        return Tokens(ids, _all_real(ids) if mask is None else mask.bool())
-    if not gated.can_generate() and not type(gated).__name__.endswith("Model"):
+    """What an encoder-decoder model's decoder reads, and which of it the model counts as real."""
+    ids = batch.get("decoder_input_ids")
+    labels = batch.get("labels") if gated.can_generate() else None
+    masks = [batch.get(name) for name in ("decoder_padding_mask", "decoder_attention_mask")]
+    mask = next((mask.bool() for mask in masks if mask is not None), None)
+    if mask is None and labels is not None:
+        mask = up_to_last_label(labels)
+    if ids is None and labels is not None:
+        ids = gated._shift_right(labels)
+    elif ids is None and not gated.can_generate() and not type(gated).__name__.endswith("Model"):
         # classifiers give the source to both halves
-        return Tokens(gated._shift_right(source.ids), source.mask)
-    if labels is None:
+        ids, mask = gated._shift_right(source.ids), source.mask if mask is None else mask
+    elif ids is None:
         raise ValueError(
             f"{type(gated).__name__} needs the decoder's side in every batch: labels or "
             f"decoder_input_ids (got {', '.join(batch)})."
         )
-    # behind the last token to be predicted there is padding
-    return Tokens(gated._shift_right(labels), up_to_last_label(labels))
+    return Tokens(ids, _all_real(ids) if mask is None else mask)
 
 
 def _all_real(ids: Tensor) -> Tensor:
