@@ -204,7 +204,7 @@ def test_every_class_of_encoder_decoders_is_measured(name):
 )
 @pytest.mark.parametrize("given", ["labels", "ids", "ids and mask", "mask"])
 def test_padding_of_the_target_changes_nothing(fields, given):
-    """Whatever says where it ends: labels, which collators put beside the decoder's inputs, or a mask."""
+    """Whatever says where it ends: labels, beside the decoder's inputs too, or a mask."""
     case = CASE["T5ForConditionalGeneration"]
     model = case.build(**fields)
     batch = next(iter(batches(case)))
