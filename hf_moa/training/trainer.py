@@ -245,7 +245,10 @@ class _GatedTraining(WritesModelCards):
         if steps is not None:
             set_cct_noise(gated, self.state.global_step, noise_steps(steps, self.state.max_steps))
         epoch = self.args.gate_epoch(self._epoch, self.state.global_step)
-        if self._descent is not None and self._descent.has_gate_steps(epoch):
+        # `Trainer` leaves the last batches of a stream, if too few, to the next epoch's first update
+        is_whole = len(batches) == self.args.gradient_accumulation_steps
+        is_update = is_whole or has_length(self.train_dataset)
+        if self._descent is not None and self._descent.has_gate_steps(epoch) and is_update:
             self._gate_step(model, batches, num_items)
         elif self._descent is not None:
             self._descent.forget_gate_step()

@@ -203,6 +203,22 @@ def test_epochs_of_a_stream_are_counted_in_steps(tmp_path):
     assert moved == [True, True, False, False, True, True]
 
 
+def test_batches_of_a_stream_without_an_update_take_no_gate_step(tmp_path):
+    class Short(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from list(rows("bert", count=6))
+
+    model = build("bert", attention_type="mae")
+    made = trainer("bert", model, tmp_path, data=Short(), max_steps=4, gate_epoch_steps=1,
+                   gate_every_n_epochs=1, per_device_train_batch_size=2,
+                   gradient_accumulation_steps=2)  # fmt: skip
+    phases = []
+    model.register_forward_pre_hook(lambda *_: phases.append(model.mae_phase))
+    made.train()
+    assert made.state.global_step == 4
+    assert phases.count("gate") == 4 * 2
+
+
 def test_joint_training_is_the_plain_trainers(tmp_path):
     model = build("bert", attention_type="mae", dropout=True)
     run("bert", model, tmp_path, mae_training="joint", max_steps=3, learning_rate=1e-2)
