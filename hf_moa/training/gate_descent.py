@@ -140,6 +140,7 @@ class BlockCoordinateDescent:
             RuntimeError: a gate got no gradient.
         """
         self._before = None
+        self.optimizer.zero_grad()
         self.model.set_mae_phase("gate")
         try:
             for batch in batches:
@@ -162,6 +163,7 @@ class BlockCoordinateDescent:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             if not bool(norm.isfinite()):
+                self.optimizer.zero_grad()  # or they stay: no other optimiser has the gates
                 raise NonFiniteGradientError(f"The norm of the gates' gradients is {float(norm)}.")
             self.optimizer.step()
         self.optimizer.zero_grad()
