@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .gate_descent import gate_parameters
+from .gate_descent import gate_parameters, other_parameters
 
 
 def choose_mae_training(model: nn.Module, asked: str | None, *, adapted: bool = False) -> str | None:
@@ -23,7 +23,7 @@ def choose_mae_training(model: nn.Module, asked: str | None, *, adapted: bool = 
         return None
     if asked is not None:
         return asked
-    if adapted:
+    if adapted or not other_parameters(model):
         return "joint"
     if config.mae_gate_type == "uniform":
         return "expert"
@@ -49,6 +49,11 @@ def check_mae_training(
             f"with attention_type={attention_type!r}). Leave it out, or convert the model: "
             'upcycle(model, "mae").'
         )
+    if chosen in ("bcd", "expert") and gate_parameters(model) and not other_parameters(model):
+        raise ValueError(
+            f"mae_training={chosen!r} needs more than gates to train, but all else is frozen "
+            "(requires_grad=False). Give mae_training='joint', which trains the gates alone then."
+        )
     if chosen != "bcd":
         return
     if config.mae_gate_type == "uniform":
@@ -59,8 +64,8 @@ def check_mae_training(
     if not gate_parameters(model):
         raise ValueError(
             "mae_training='bcd' needs gates that can learn, but all are frozen (requires_grad=False). "
-            "Give mae_training='joint', or keep them trainable: an FTGConfig adapter, or "
-            'modules_to_save=["gate"].'
+            "Give mae_training='joint', or keep them trainable beside the rest: FTGConfig(plus=True), "
+            'or modules_to_save=["gate"] of another adapter.'
         )
     if engine is not None:
         raise ValueError(

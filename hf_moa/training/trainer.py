@@ -74,7 +74,8 @@ class _GatedTraining(WritesModelCards):
         self, model: Any = None, args: GateTrainingArguments | None = None, *rest: Any, **kwargs: Any
     ):
         args = self.arguments_class("tmp_trainer") if args is None else args
-        if not isinstance(args, GateTrainingArguments):
+        # a class of the user's own may have the fields of both, too
+        if not all(isinstance(args, base) for base in self.arguments_class.__bases__):
             raise ValueError(
                 f"args must be {self.arguments_class.__name__} (got {type(args).__name__})."
             )

@@ -12,10 +12,12 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_moa.training import (
+    MoaSeq2SeqTrainer,
     MoaTrainer,
     MoaTrainingArguments,
     TrainingDivergedError,
     evaluate_budgets,
+    gate_parameters,
 )
 
 
@@ -187,9 +189,25 @@ def test_frozen_gates_cannot_descend(tmp_path):
     made.train()
 
 
+@pytest.mark.parametrize("training", ["bcd", "expert"])
+def test_gates_alone_cannot_descend_but_train(training, tmp_path):
+    model = build("bert", attention_type="mae")
+    learning = {id(parameter) for parameter in gate_parameters(model)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in learning)
+    with pytest.raises(ValueError, match="all else is frozen"):
+        trainer("bert", model, tmp_path, mae_training=training)
+    made, before = trainer("bert", model, tmp_path), gates(model)
+    assert made.mae_training == "joint"
+    made.train()
+    assert any(not torch.equal(parameter, before[name]) for name, parameter in gates(model).items())
+
+
 def test_plain_arguments_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="MoaTrainingArguments"):
         MoaTrainer(model=build("bert"), args=TrainingArguments(str(tmp_path), use_cpu=True))
+    with pytest.raises(ValueError, match=r"MoaSeq2SeqTrainingArguments \(got MoaTrainingArguments"):
+        MoaSeq2SeqTrainer(model=build("t5"), args=MoaTrainingArguments(str(tmp_path), use_cpu=True))
 
 
 def test_budget_for_a_model_without_cct_is_an_error(tmp_path):
