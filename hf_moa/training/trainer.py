@@ -345,13 +345,19 @@ class _GatedTraining(WritesModelCards):
         """A micro-batch's share of the accumulated batch's tokens, times what its loss will be divided
         by."""
         share = self._tokens_of(inputs).to(self._tokens.device) / self._tokens.clamp(min=1)
-        is_sum = self.compute_loss_func is not None
-        if num_items_in_batch is not None:
-            is_sum = is_sum or self.model_accepts_loss_kwargs
-        if not is_sum:  # a mean, whose mean over the micro-batches is taken
+        if not self._losses_add_up(num_items_in_batch):
             share = share * self.current_gradient_accumulation_steps
-        is_scaled = is_sum and num_items_in_batch is not None and self.args.average_tokens_across_devices
+        takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        takes_items = takes_items and num_items_in_batch is not None
+        is_scaled = takes_items and self.args.average_tokens_across_devices
         return share if is_scaled else share * self.accelerator.num_processes
+
+    def _losses_add_up(self, num_items_in_batch: Any) -> bool:
+        """Whether `Trainer` takes the sum of the micro-batches' losses, not their mean."""
+        if self.loss_is_scaled_for_ga is not None:
+            return self.loss_is_scaled_for_ga
+        takes_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return takes_items or self.compute_loss_func is not None
 
     def _with_auxiliary_loss(self, loss_function: Callable) -> Callable:
         """A `compute_loss_func` of the user, and the auxiliary losses beside it."""
@@ -363,6 +369,8 @@ class _GatedTraining(WritesModelCards):
                 return loss
             if self._token_share is not None:
                 return loss + weighted_auxiliary_loss(outputs, self._token_share)
+            if not self._losses_add_up(num_items_in_batch):
+                return loss + aux_loss.mean()
             if labels is not None and self._loss_shifts_labels:
                 labels = next_token_labels(labels)
             return loss + aux_loss.mean() * token_share(labels, num_items_in_batch)

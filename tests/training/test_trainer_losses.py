@@ -88,6 +88,26 @@ def test_loss_function_of_the_user_has_auxiliary_losses_beside_it(accumulation, 
         torch.testing.assert_close(models[1][key], tensor, atol=2e-5, rtol=1e-5, msg=key)
 
 
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_mean_of_the_user_has_the_mean_of_the_auxiliary_losses(accumulation, tmp_path):
+    """Where `loss_is_scaled_for_ga` says that `Trainer` takes the mean over the micro-batches."""
+
+    def mean(outputs, labels, num_items_in_batch=None):
+        return torch.nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+    models = []
+    for steps in (1, accumulation):
+        model = build("bert-lm", **Z_LOSS_ALONE)
+        made = trainer("bert-lm", model, tmp_path, gradient_accumulation_steps=steps,
+                       per_device_train_batch_size=8 // steps, **PLAIN_SGD)  # fmt: skip
+        made = MoaTrainer(model, made.args, train_dataset=made.train_dataset, compute_loss_func=mean)
+        made.loss_is_scaled_for_ga = False
+        made.train()
+        models.append(model.state_dict())
+    for key, tensor in models[0].items():
+        torch.testing.assert_close(models[1][key], tensor, atol=2e-5, rtol=1e-5, msg=key)
+
+
 def test_smoothing_needs_classes(tmp_path):
     model = build("bert", num_labels=1)
     data = [row | {"labels": torch.tensor(0.5)} for row in rows("bert")]
