@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 from torch import nn
@@ -99,9 +100,11 @@ class FTGModel(BaseTuner):
 
     @staticmethod
     def _check_target_module_exists(peft_config: FTGConfig, key: str) -> Any:
-        if peft_config.layers_to_transform is None:
-            return check_target_module_exists(peft_config, key)
-        return key in peft_config.target_modules  # found among these layers alone
+        # PEFT knows no layer by its number in a model without a prefix, as GPT-2's `h.0`
+        of_all_layers = copy(peft_config)
+        of_all_layers.layers_to_transform = None
+        found = check_target_module_exists(of_all_layers, key)
+        return False if found and not _is_chosen(key, peft_config) else found
 
     def _create_and_replace(
         self,
@@ -151,10 +154,7 @@ def selected_modules(model: nn.Module, config: FTGConfig) -> list[str]:
     names = [name for name, kind in kinds.items() if kind in config.gates]
     if config.plus:
         names += _output_projections(model)
-    if config.layers_to_transform is not None:
-        chosen = config.layers_to_transform
-        chosen = {chosen} if isinstance(chosen, int) else set(chosen)
-        names = [name for name in names if _layer(name) in chosen]
+    names = [name for name in names if _is_chosen(name, config)]
     if not names:
         found = sorted(set(kinds.values()))
         raise ValueError(
@@ -206,6 +206,12 @@ def _warn_of_budgets_that_look_the_same(model: nn.Module, config: FTGConfig) -> 
             'FTGConfig(modules_to_save=["control_symbols"]).',
             stacklevel=2,
         )
+
+
+def _is_chosen(name: str, config: FTGConfig) -> bool:
+    """Whether a module is in one of `layers_to_transform`."""
+    chosen = config.layers_to_transform
+    return chosen is None or _layer(name) in ([chosen] if isinstance(chosen, int) else chosen)
 
 
 def _layer(name: str) -> int | None:

@@ -110,6 +110,28 @@ def test_choice_of_layers(name, layers):
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        {"layers_to_transform": [0, 1], "exclude_modules": [r"h.0.attn.mixture.gate"]},
+        {"layers_to_transform": [0, 1], "exclude_modules": r".*h\.0\..*"},
+        {"layers_to_transform": 1, "target_modules": ["gate"]},
+        {"layers_to_transform": [1], "target_modules": r".*\.gate"},
+        {
+            "layers_to_transform": [1],
+            "target_modules": ["h.0.attn.mixture.gate", "h.1.attn.mixture.gate"],
+        },
+        {"target_modules": ["h.1.attn.mixture.gate"]},
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_layers_modules_and_exclusions_go_together(prefix, config):
+    base = build("gpt2", **VARIANTS["mae"])
+    model = get_peft_model(base if prefix else base.transformer, FTGConfig(**config))
+    names = [n for n, module in model.named_modules() if isinstance(module, FTGLayer)]
+    assert names == [f"base_model.model.{prefix}h.1.attn.mixture.gate"]
+
+
+@pytest.mark.parametrize(
     ("variant", "config", "message"),
     [
         (
