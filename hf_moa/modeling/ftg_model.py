@@ -35,6 +35,7 @@ _FACTS = (
     "router_type",
     "ffn_type",
     "num_ffn_experts",
+    "num_ffn_experts_per_token",
     "cct_num_ffn_splits",
     "cct_gate_hidden_size",
 )
@@ -225,8 +226,9 @@ def _facts(model: nn.Module) -> dict[str, Any]:
     if getattr(config, "attention_type", None) is None:
         return {}
     facts = {name: getattr(config, name, None) for name in _FACTS}
-    facts["cct"] = config.cct_budgets is not None
-    return facts
+    # as JSON has them; an adapter's control symbols each stand for one
+    budgets = [list(each) if isinstance(each, tuple) else each for each in config.listed_budgets]
+    return facts | {"cct": config.has_cct, "cct_budgets": budgets}
 
 
 def register() -> None:
