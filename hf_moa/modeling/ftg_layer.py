@@ -143,8 +143,9 @@ class FTGLayer(nn.Module, BaseTunerLayer):
             parameter.data = parameter.data.to(originals[name].dtype)
             parameter.requires_grad_(originals[name].requires_grad)
         self._unmerged_base = [self.base_layer]
-        self.base_layer = copy.eval()
+        self.base_layer = copy
         self.merged_adapters.append(names[0])
+        self.train(self.training)
 
     def unmerge(self) -> None:
         """Bring back the base as it was, bit for bit."""
@@ -153,6 +154,13 @@ class FTGLayer(nn.Module, BaseTunerLayer):
             return
         self.base_layer = self._unmerged_base.pop()
         self.merged_adapters.clear()
+        self.train(self.training)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> FTGLayer:
+        # casts and moves reach the base that a merged adapter stands for, too
+        for module in self._unmerged_base:
+            module._apply(*args, **kwargs)
+        return super()._apply(*args, **kwargs)
 
     @property
     def weight(self) -> Tensor:

@@ -154,6 +154,7 @@ def test_selecting_nothing_is_an_error(variant, config, message):
     [
         ({"gates": ("mae", "moe")}, r"FTGConfig.gates must hold some of .*'moe'"),
         ({"gates": ()}, "FTGConfig.gates"),
+        ({"gates": None, "plus": True}, r"FTGConfig.gates must hold .*\(got None\)"),
         ({"plus": "yes"}, "FTGConfig.plus must be True or False"),
     ],
 )
@@ -319,6 +320,15 @@ def test_adapter_of_another_model_is_refused(changes, message, tmp_path):
         PeftModel.from_pretrained(other, tmp_path)
 
 
+def test_adapter_of_other_budgets_is_refused(tmp_path):
+    fields = {"cct_budgets": [[1, 1], [1, 0.5]]}
+    get_peft_model(build("t5", **fields), FTGConfig()).save_pretrained(tmp_path)
+    PeftModel.from_pretrained(build("t5", cct_budgets=[(1, 1), (1, 1), (1, 0.5)]), tmp_path)
+    other = build("t5", cct_budgets=[[1, 1], [0.5, 1]])
+    with pytest.raises(ValueError, match=r"cct_budgets=\[\[1, 1\], \[1, 0.5\]\], not .*\[0.5, 1\]"):
+        PeftModel.from_pretrained(other, tmp_path)
+
+
 def test_adapter_of_another_backbone_is_refused(tmp_path):
     adapted("gpt2", "mae").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="model_type='moa_gpt2', not 'moa_bert'"):
@@ -455,6 +465,26 @@ def test_merged_model_is_a_plain_one(name, variant, plus, tmp_path):
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert torch.equal(predict(name, loaded.eval()), expected)
+
+
+def test_base_that_a_merged_adapter_stands_for_is_cast_too():
+    model = adapted("gpt2", "mae", perturbed=True).eval()
+    model.merge_adapter()
+    model.double()
+    model.unmerge_adapter()
+    with model.disable_adapter():
+        base = build("gpt2", dropout=True, **VARIANTS["mae"]).eval().double()
+        assert torch.equal(predict("gpt2", model), predict("gpt2", base))
+
+
+def test_unmerged_adapter_goes_on_in_the_mode_of_its_model():
+    model = adapted("gpt2", "mae").eval()
+    copies = [m.ftg_modules["default"] for m in model.modules() if isinstance(m, FTGLayer)]
+    model.merge_adapter()
+    model.train()
+    assert not any(copy.training for copy in copies)
+    model.unmerge_adapter()
+    assert all(copy.training for copy in copies)
 
 
 # --- beside other things --------------------------------------------------------------------------
