@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import AutoConfig
 
 from hf_moa.modeling.configuration_gating import GatingConfig
+from hf_moa.modeling.ftg_config import saved_num_labels
 
 from .card import card_of
 from .files import read_object
@@ -28,7 +29,7 @@ _AUTO_CLASSES = {
 }
 # What precedes the names in the card that `FTGConfig` writes.
 _FTG_TITLE = re.compile(r"^(# FTG\+? )adapter of .*$", flags=re.MULTILINE)
-_FTG_SNIPPET = re.compile(r'(AutoPeftModel\.from_pretrained\(")[^"]*')
+_FTG_SNIPPET = re.compile(r'(AutoPeftModel\w*\.from_pretrained\(")[^"]*')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Adapter:
     Attributes:
         method: as PEFT names it: "FTG", "LORA".
         base: name or path of the base model; None where it has none.
-        config: of the base model.
+        config: of the base model, with as many labels as the adapter's classifier has.
         model_class: of the base model, with the head that the adapter is for; None: the config says.
     """
 
@@ -77,6 +78,7 @@ class Adapter:
                 f"{method!r}); give the folder that save_pretrained or MoaTrainer wrote."
             )
         config = _config_of(base if base and Path(base).is_dir() else base_model or base)
+        config.num_labels = saved_num_labels(folder) or config.num_labels
         auto = _AUTO_CLASSES.get(facts.get("task_type"))
         named = (facts.get("auto_mapping") or {}).get("base_model_class")
         return cls(

@@ -54,6 +54,9 @@ def loading_in_words(
     imports = [auto, *(["AutoTokenizer"] if has_tokenizer else [])]
     packages = ["import hf_moa  # makes transformers know this model"]
     peft = ["from peft import PeftModel"] if base else []
+    is_classifier = auto.endswith(("SequenceClassification", "TokenClassification"))
+    # the base need not have the head that is saved with an adapter
+    labels = f", num_labels={config.num_labels}" if base and is_classifier else ""
     use = _use(config, model_class, name=name, has_tokenizer=has_tokenizer)
     torch = ["import torch"] if any("torch." in line for line in use) else []
     with_package = [
@@ -62,7 +65,7 @@ def loading_in_words(
         *peft,
         f"from transformers import {', '.join(imports)}",
         "",
-        *_load(auto, source, adapter=name if base else None),
+        *_load(auto, source, adapter=name if base else None, options=labels),
         *use,
     ]
     text = f"With this model's package (`pip install hf-moa`):\n\n{_python(with_package)}"
@@ -72,7 +75,9 @@ def loading_in_words(
         *peft,
         f"from transformers import {auto}",
         "",
-        *_load(auto, source, adapter=name if base else None, options=", trust_remote_code=True"),
+        *_load(
+            auto, source, adapter=name if base else None, options=f"{labels}, trust_remote_code=True"
+        ),
     ]
     return (
         f"{text}\n\nWithout it, {'the base model' if base else 'the checkpoint'} brings its own code, "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 # In a `try`, so that a checkpoint's code loads where PEFT is not installed.
 try:
@@ -17,6 +20,16 @@ GATE_KINDS = ("mae", "router", "cct")
 _CARD_TITLES = ("# FTG adapter of", "# FTG+ adapter of")
 # What an adapter's card calls the adapter, before it has a name.
 ADAPTER_PLACE = "path/or/name/of/this/adapter"
+# PEFT's names of tasks -> what its classes that load adapters for them are called behind "AutoPeftModel"
+_LOADERS = {
+    "SEQ_CLS": "ForSequenceClassification",
+    "SEQ_2_SEQ_LM": "ForSeq2SeqLM",
+    "CAUSAL_LM": "ForCausalLM",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+    "FEATURE_EXTRACTION": "ForFeatureExtraction",
+}
+_HEAD = re.compile(r"\.(classifier|score|classification_head\.out_proj)\.weight$")
 
 
 class FTGPeftType(str, Enum):
@@ -38,9 +51,9 @@ class FTGConfig(PeftConfig):
             Which gating modules to train, of those that the model has: the gates of MAE, the routers of
             MoA and of sparse feed-forward layers, the control networks of CCT.
         modules_to_save (`list[str]`, *optional*): further modules to train and save, such as a
-            classifier. With `task_type` "SEQ_CLS" or "TOKEN_CLS", PEFT adds the head by itself. A CCT
-            model that was just converted needs "control_symbols" here, or no gate can tell one budget
-            from another.
+            classifier. With `task_type` "SEQ_CLS" or "TOKEN_CLS", PEFT adds heads named `classifier` or
+            `score` by itself (T5's, "classification_head", belongs here). A CCT model that was just
+            converted needs "control_symbols" here, or no gate can tell one budget from another.
         layers_to_transform (`int` or `list[int]`, *optional*): the layers to train; default: all. T5's
             encoder and decoder each count from 0.
         target_modules (`str` or `list[str]`, *optional*): names of the modules to train, in the place of
@@ -83,9 +96,11 @@ class FTGConfig(PeftConfig):
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = FTGPeftType.FTG
-        self.gates = [self.gates] if isinstance(self.gates, str) else list(self.gates)
-        unknown = [kind for kind in self.gates if kind not in GATE_KINDS]
-        if unknown or not (self.gates or self.plus or self.target_modules):
+        gates = [self.gates] if isinstance(self.gates, str) else self.gates
+        known = isinstance(gates, (list, tuple, set)) and all(kind in GATE_KINDS for kind in gates)
+        if known:
+            self.gates = list(gates)
+        if not known or not (self.gates or self.plus or self.target_modules):
             raise ValueError(
                 f"FTGConfig.gates must hold some of {', '.join(map(repr, GATE_KINDS))}, or plus be True "
                 f"(got {self.gates!r})."
@@ -115,15 +130,21 @@ class FTGConfig(PeftConfig):
             kept = ""
         else:  # somebody's own text
             return
-        card.write_text(f"{text[:start]}\n\n{self._card()}{kept}", encoding="utf-8")
+        labels = saved_num_labels(save_directory)
+        card.write_text(f"{text[:start]}\n\n{self._card(labels)}{kept}", encoding="utf-8")
 
-    def _card(self) -> str:
+    def _card(self, num_labels: int | None) -> str:
         base = self.base_model_name_or_path or "the base model"
         kinds = {"mae": "MAE gates", "router": "routers", "cct": "CCT control networks"}
         trained = [kinds[kind] for kind in self.gates]
         if self.plus:
             trained.append("attention output projections")
         first = "import hf_moa  # makes PEFT and transformers know the adapter and the base"
+        task = getattr(self.task_type, "value", self.task_type)
+        loader = f"AutoPeftModel{_LOADERS.get(task, '')}"
+        options = "" if num_labels is None else f", num_labels={num_labels}"
+        if task is None:  # PEFT imports the base's own class
+            options += ', import_allowlist=["hf_moa"]'
         return f"""# {"FTG+" if self.plus else "FTG"} adapter of {base}
 
 A PEFT adapter for a gated Transformer: it trains copies of the base model's {", ".join(trained)} (as far
@@ -132,11 +153,21 @@ than h Heads", section 5.2).
 
 ```python
 {first}
-from peft import AutoPeftModel
+from peft import {loader}
 
-model = AutoPeftModel.from_pretrained("{ADAPTER_PLACE}", import_allowlist=["hf_moa"])
+model = {loader}.from_pretrained("{ADAPTER_PLACE}"{options})
 ```
 
 `pip install hf-moa` brings it. Without it, load the base first, with `trust_remote_code=True`, and then
 `PeftModel.from_pretrained(base, ...)`.
 """
+
+
+def saved_num_labels(folder: str | Path) -> int | None:
+    """How many labels the classifier has that is saved with an adapter; None where none is."""
+    weights = Path(folder, "adapter_model.safetensors")
+    if not weights.is_file():
+        return None
+    with safe_open(weights, "pt") as file:
+        heads = [name for name in file.keys() if _HEAD.search(name)]  # noqa: SIM118 - no mapping
+        return file.get_slice(heads[0]).get_shape()[0] if heads else None

@@ -1,6 +1,7 @@
 """Cards of adapters: of trainers, of `hf-moa card` and of `push_to_hub`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -101,12 +102,53 @@ def test_command_writes_the_card_that_is_pushed(method, saved_adapter, monkeypat
     assert refusals(str(card)) == []
     assert "local/base" not in str(card)
     assert ("FTG+ adapter of the base model" in card.text) == (method == "ftg")
-    assert ('AutoPeftModel.from_pretrained("user/adapter"' in card.text) == (method == "ftg")
+    loads = 'AutoPeftModelForSequenceClassification.from_pretrained("user/adapter", num_labels=3)'
+    assert (loads in card.text) == (method == "ftg")
     code = python_of(card)[0].replace("path/or/name/of/the/base/model", "local/base")
     loaded = execute(code.replace("user/adapter", "adapter"))["model"]
     inputs = CASE["BertForSequenceClassification"].inputs()
     with torch.no_grad():
         torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("method", ["ftg", "lora"])
+@pytest.mark.parametrize(
+    ("task", "name", "labels"),
+    [
+        ("SEQ_CLS", "BertForSequenceClassification", 3),
+        ("SEQ_CLS", "GPT2ForSequenceClassification", 3),
+        ("TOKEN_CLS", "T5ForTokenClassification", 4),
+        ("QUESTION_ANS", "BertForQuestionAnswering", None),
+        ("FEATURE_EXTRACTION", "BertModel", None),
+        (None, "BertForMaskedLM", None),
+    ],
+)
+def test_every_snippet_runs_whatever_head_the_base_has(
+    task, name, labels, method, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    case = CASE[name]
+    backbone, query = {
+        "bert": ("BertModel", "query"),
+        "gpt2": ("GPT2Model", "c_attn"),
+        "t5": ("T5Model", "q"),
+    }[case.family.name]
+    CASE[backbone].build(attention_type="mae").save_pretrained("base")
+    options = {} if labels is None else {"num_labels": labels}
+    base = case.gated.from_pretrained("base", **options)
+    config = {"ftg": FTGConfig(), "lora": LoraConfig(target_modules=[query])}[method]
+    config.task_type = task
+    get_peft_model(base, config).save_pretrained("adapter")
+    assert card_command("adapter") == 0
+    snippets = re.findall(r"```python\n(.*?)```", Path("adapter/README.md").read_text(), flags=re.DOTALL)
+    assert len(snippets) == (3 if method == "ftg" else 2)  # FTG's own, and those of "How to load"
+    for code in snippets:
+        for place, name_here in (("the/base/model", "base"), ("this/adapter", "adapter")):
+            code = code.replace(f"path/or/name/of/{place}", name_here)
+        model = execute(code.split("inputs =")[0])["model"]
+        assert isinstance(model, PeftModel)
+        assert type(model.get_base_model()).__name__ == f"Moa{name}"
+        assert labels in (None, model.config.num_labels)
 
 
 def test_command_takes_facts_of_an_adapter_and_keeps_what_others_wrote(saved_adapter):
