@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +92,18 @@ def run(args: argparse.Namespace) -> int:
             analysis.tables.update(_metrics(args, model, labelled))
         except ValueError as error:  # the gates are measured all the same
             print(f"hf-moa analyze: no metrics: {error}", file=sys.stderr)
-    write_report(analysis, args.output)
     if args.json:
         print(json.dumps(analysis.as_dict(), indent=1))
-    else:
+    write_report(analysis, args.output)
+    if not args.json:
         print(f"{args.output}: {len(analysis.tables)} tables of {len(data)} texts")
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
     """What can be refused before anything is loaded."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("the report's figures need matplotlib: pip install 'hf-moa[plots]'")
     if args.output.suffix not in _FORMATS:
         raise ValueError(f"--output must end in {' or '.join(_FORMATS)} (got {args.output.name})")
     if args.output.exists() and not args.overwrite:

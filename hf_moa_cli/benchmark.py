@@ -70,10 +70,12 @@ def _batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
         choices = [2] if type(model).__name__.endswith("ForMultipleChoice") else []
         shape = [args.batch_size, *choices, min(args.length, positions)]
         ids = torch.randint(model.config.vocab_size, shape)
-        end = model.config.eos_token_id
-        if end is not None:  # some classifiers read its place, and want one
-            ids[ids == end] = (end + 1) % model.config.vocab_size
-            ids[..., -1] = end
+        ends = model.config.eos_token_id
+        if ends is not None:  # some classifiers read its place, and want one
+            ends = ends if isinstance(ends, list) else [ends]
+            others = [i for i in range(len(ends) + 1) if i not in ends]
+            ids[torch.isin(ids, torch.tensor(ends))] = others[0]
+            ids[..., -1] = ends[0]
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     else:
         from hf_moa.analysis.text_batches import TextBatches

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,29 +93,64 @@ def load_checkpoint(source: str) -> Any:
         source: folder or Hub id.
 
     Raises:
-        ValueError: a checkpoint of another package's class.
+        ValueError: a checkpoint of another package's class; an adapter that names no base.
         OSError: there is none.
     """
+    config = _file_of(source, "adapter_config.json")
+    return _load_model(source) if config is None else _load_adapter(source, config)
+
+
+def _load_adapter(source: str, path: Path) -> Any:
+    from peft import PeftModel
+
+    from hf_moa.model_card.adapter import base_class_of
+    from hf_moa.modeling.ftg_config import saved_num_labels
+
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    base = facts.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"{source} must name its base model (got no base_model_name_or_path in "
+            "adapter_config.json); save the base, and write its folder there"
+        )
+    weights = _file_of(source, "adapter_model.safetensors")
+    labels = None if weights is None else saved_num_labels(weights.parent)
+    options = {} if labels is None else {"num_labels": labels}
+    model = _load_model(base, lambda config: base_class_of(facts, config), **options)
+    return PeftModel.from_pretrained(model, source).eval()
+
+
+def _load_model(
+    source: str, class_of: Callable[[Any], str | None] = lambda config: None, **options: Any
+) -> Any:
+    """A gated model, in eval mode.
+
+    Args:
+        class_of: its configuration -> the name of its class; None: what the checkpoint names.
+        options: fields of the configuration.
+    """
     from transformers import AutoConfig
-    from transformers.utils import cached_file
 
     import hf_moa
     from hf_moa.modeling.configuration_gating import GatingConfig
 
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
-    if cached_file(source, "adapter_config.json", **quiet) is not None:
-        from peft import PeftConfig, PeftModel
-
-        base = load_checkpoint(PeftConfig.from_pretrained(source).base_model_name_or_path)
-        return PeftModel.from_pretrained(base, source).eval()
     config = AutoConfig.from_pretrained(source)
     if not isinstance(config, GatingConfig):
         raise ValueError(
             f"{source} must be a checkpoint of hf_moa (got model_type {config.model_type!r}); `hf-moa "
             "upcycle` makes one of a BERT, GPT-2 or T5"
         )
-    name = next(iter(config.architectures or []), None)
+    name = class_of(config) or next(iter(config.architectures or []), None)
     model_class = getattr(hf_moa, name or "", None)
     if model_class is None:
         raise ValueError(f"{source} must name a class of hf_moa in `architectures` (got {name!r})")
-    return model_class.from_pretrained(source).eval()
+    return model_class.from_pretrained(source, **options).eval()
+
+
+def _file_of(source: str, name: str) -> Path | None:
+    """A file of a checkpoint; None where it has none of that name."""
+    from transformers.utils import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
+    path = cached_file(source, name, **quiet)
+    return None if path is None else Path(path)

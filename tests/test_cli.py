@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import TINY
+from peft import get_peft_model
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 import hf_moa
@@ -16,6 +17,7 @@ from hf_moa import MoaBertConfig, MoaBertForMultipleChoice
 from hf_moa.cli import main
 from hf_moa.modeling.configuration_gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
+from hf_moa_cli.command import load_checkpoint
 from hf_moa_cli.gating_fields import gating_fields
 
 
@@ -316,6 +318,12 @@ def test_analyze_with_a_bad_option(gated_dir, texts, tmp_path, capsys, monkeypat
     assert not (tmp_path / "gates.html").exists()
 
 
+def test_analyze_asks_for_matplotlib_before_it_measures(gated_dir, texts, capsys, monkeypatch):
+    monkeypatch.setattr("hf_moa_cli.analyze.find_spec", lambda name: None)
+    message = error_of(capsys, "analyze", gated_dir, "--data", texts, "--text-column", "sentence")
+    assert "need matplotlib: pip install 'hf-moa[plots]'" in message
+
+
 @pytest.mark.parametrize("command", ["analyze", "benchmark"])
 def test_text_needs_a_tokenizer(command, gated_dir, texts, tmp_path, capsys):
     for name in ("config.json", "model.safetensors"):
@@ -357,6 +365,32 @@ def test_benchmark_of_multiple_choice_has_choices(tmp_path, capsys):
     options = ["--turns", "2", "--length", "8", "--batch-size", "2"]
     assert main(["benchmark", str(tmp_path), *options]) == 0
     assert "2x2x8 random tokens" in capsys.readouterr().out
+
+
+def test_adapter_is_loaded_onto_the_class_of_its_task(gated_dir, tmp_path, capsys):
+    """Not onto that of its base's checkpoint, and with as many labels as it has."""
+    adapter = str(tmp_path / "adapter")
+    hf_moa.MoaBertForMaskedLM.from_pretrained(gated_dir).save_pretrained(tmp_path)
+    base = hf_moa.MoaBertForTokenClassification.from_pretrained(tmp_path, num_labels=5)
+    config = hf_moa.FTGConfig(task_type="TOKEN_CLS", modules_to_save=["control_symbols"])
+    get_peft_model(base, config).save_pretrained(adapter)
+    loaded = load_checkpoint(adapter).get_base_model()
+    assert type(loaded) is hf_moa.MoaBertForTokenClassification
+    assert loaded.config.num_labels == 5
+    assert main(["benchmark", adapter, "--turns", "2", "--length", "8"]) == 0
+    assert "| BertForTokenClassification |" in capsys.readouterr().out
+
+    path = Path(adapter, "adapter_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None}))
+    message = error_of(capsys, "benchmark", adapter)
+    assert "must name its base model (got no base_model_name_or_path" in message
+
+
+def test_benchmark_of_a_model_with_several_end_tokens(tmp_path, capsys):
+    config = MoaBertConfig(**TINY, eos_token_id=[0, 2])
+    hf_moa.MoaBertForMaskedLM(config).save_pretrained(tmp_path)
+    assert main(["benchmark", str(tmp_path), "--turns", "2", "--length", "8"]) == 0
+    assert "8x8 random tokens" in capsys.readouterr().out
 
 
 def test_benchmark_prints_a_table(gated_dir, capsys):

@@ -79,11 +79,8 @@ class Adapter:
             )
         config = _config_of(base if base and Path(base).is_dir() else base_model or base)
         config.num_labels = saved_num_labels(folder) or config.num_labels
-        auto = _AUTO_CLASSES.get(facts.get("task_type"))
-        named = (facts.get("auto_mapping") or {}).get("base_model_class")
-        return cls(
-            method=method, base=base, config=config, model_class=config.auto_classes.get(auto) or named
-        )
+        model_class = base_class_of(facts, config)
+        return cls(method=method, base=base, config=config, model_class=model_class)
 
     @property
     def base_carries_code(self) -> bool:
@@ -91,6 +88,20 @@ class Adapter:
         folder = Path(self.base or "")
         code = folder / f"modeling_{self.config.model_type}.py"
         return not self.base or not folder.is_dir() or code.is_file()
+
+
+def base_class_of(facts: Mapping[str, Any], config: GatingConfig) -> str | None:
+    """The name of the class that an adapter is loaded onto: its task's, or the one that it was made on.
+
+    Args:
+        facts: of adapter_config.json.
+        config: of the base model.
+
+    Returns:
+        None where the adapter does not say.
+    """
+    auto = _AUTO_CLASSES.get(facts.get("task_type"))
+    return config.auto_classes.get(auto) or (facts.get("auto_mapping") or {}).get("base_model_class")
 
 
 def peft_method(peft_configs: Mapping[str, Any] | None) -> str | None:
