@@ -48,7 +48,7 @@ def evaluate(
             outputs = model(**batch, **({} if budget is None else {"budget": budget}), return_dict=True)
             # causal models predict no first token
             counted = (labels[:, 1:] if _is_causal(model) else labels) != -100
-            weight = len(labels) if outputs.logits.ndim == 2 else int(counted.sum())
+            weight = len(labels) if labels.is_floating_point() else int(counted.sum())
             is_classifier = not is_language_model and not labels.is_floating_point()
             if is_classifier and outputs.logits.shape[-1] > 1:
                 right += int((outputs.logits.argmax(dim=-1) == labels)[counted].sum())

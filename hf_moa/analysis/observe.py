@@ -73,8 +73,10 @@ def mixtures_by_part(model: nn.Module, kind: type) -> dict[str, list[nn.Module]]
     """The mixtures of a kind, in the order of the layers, by the part of their attention."""
     found: dict[str, list[nn.Module]] = {}
     for attention in attention_layers(model):
-        if isinstance(attention.mixture, kind):
-            found.setdefault(part_of(attention), []).append(attention.mixture)
+        # PEFT's `modules_to_save` may have wrapped it
+        mixture = next((m for m in attention.mixture.modules() if isinstance(m, kind)), None)
+        if mixture is not None:
+            found.setdefault(part_of(attention), []).append(mixture)
     return found
 
 

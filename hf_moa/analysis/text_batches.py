@@ -167,10 +167,11 @@ class TextBatches:
             mask = DataCollatorForLanguageModeling(self.tokenizer, seed=self.seed)
         for start in range(0, len(self.data), self.batch_size):
             rows = self.data[start : start + self.batch_size]
-            sides = [list(map(str, rows[role])) for role in ("text", "pair") if role in rows]
+            sides = [_as_text(rows, role) for role in ("text", "pair") if role in rows]
             batch = dict(self._encode(*sides))
             if self.has_target:
-                batch["labels"] = self._ignoring_padding(self._encode(text_target=rows["target"]))
+                target = self._encode(text_target=_as_text(rows, "target"))
+                batch["labels"] = self._ignoring_padding(target)
             elif self.with_labels and mask is not None:
                 batch |= self._masked(mask, batch)
             elif self.with_labels and self.kind == "AutoModelForCausalLM":
@@ -218,3 +219,10 @@ class TextBatches:
             raise ValueError(f"label must be from 0 to {self.num_labels - 1} (got {wrong[0]}).")
         is_regression = self.num_labels == 1
         return torch.tensor(labels, dtype=torch.float if is_regression else None)
+
+
+def _as_text(rows: dict[str, list], role: str) -> list[str]:
+    for text, value in zip(rows["text"], rows[role], strict=True):
+        if value is None:
+            raise ValueError(f"every text must have a {role} beside it (got none beside {text!r}).")
+    return list(map(str, rows[role]))

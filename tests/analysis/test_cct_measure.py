@@ -116,3 +116,22 @@ def test_steps_of_the_decoder_by_hand():
             chances += int(real.sum())
     row = table[(table["step"] == 3) & (table["sub-network"] == "cross query, output")]
     assert row["open"].item() == pytest.approx(opened / chances)
+
+
+def test_targets_of_special_tokens_alone_have_no_table_by_frequency():
+    class Tokenizer:
+        all_special_ids, all_special_tokens = (0, 1), ("w0", "w1")
+
+        def get_vocab(self):
+            return {f"w{index}": index for index in range(67)}
+
+        def convert_ids_to_tokens(self, index):
+            return f"w{index}"
+
+    case = CASE["T5ForConditionalGeneration"]
+    batch = dict(next(iter(batches(case))))
+    batch["labels"] = torch.ones_like(batch["labels"][:, :1])
+    model = build("T5ForConditionalGeneration")
+    tables = analyze(model, [batch], tokenizer=Tokenizer(), progress=False).tables
+    assert set(tables["cct_distribution"]["stack"]) == {"encoder", "decoder"}
+    assert set(tables["cct_frequency"]["stack"]) == {"encoder"}

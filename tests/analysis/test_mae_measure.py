@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from families import CASE
+from peft import LoraConfig, get_peft_model
 
 from hf_moa.analysis import TokenExpertCounts, analyze
 from hf_moa.analysis.observe import observe
@@ -190,6 +191,15 @@ def test_ties_are_split_evenly():
     model = case.build(attention_type="mae", mae_gate_type="uniform")
     shares = analyze(model, batches(case), progress=False).tables["mae_experts"]["share"]
     assert shares.tolist() == pytest.approx([0.25] * 8)
+
+
+def test_mixtures_that_an_adapter_trains_are_measured():
+    case = CASE["GPT2LMHeadModel"]
+    config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["mixture"])
+    model = get_peft_model(case.build(attention_type="mae"), config)
+    expected = analyze(case.build(attention_type="mae"), batches(case), progress=False).tables
+    tables = analyze(model, batches(case), progress=False).tables
+    pd.testing.assert_frame_equal(tables["mae_entropy"], expected["mae_entropy"])
 
 
 @pytest.mark.parametrize("name", ["T5ForQuestionAnswering", "T5ForSequenceClassification", "T5Model"])

@@ -50,6 +50,17 @@ def test_accuracy_of_a_classifier_at_each_budget():
         assert row["accuracy"] == pytest.approx(right / 6)
 
 
+def test_rows_of_a_classifier_without_a_label_do_not_count():
+    case = CASE["BertForSequenceClassification"]
+    model = case.build()
+    labels = [[0, -100, 2], [-100, -100, 0], [-100, -100, -100]]
+    batch = case.inputs()
+    given = [{**batch, "labels": torch.tensor(each)} for each in labels]
+    logits = model(**batch).logits
+    losses = torch.nn.functional.cross_entropy(logits[[0, 2, 2]], torch.tensor([0, 2, 0]))
+    assert evaluate(model, given)["loss"] == pytest.approx(losses.item())
+
+
 def test_accuracy_of_tokens_leaves_padding_out():
     case = CASE["BertForTokenClassification"]
     model = case.build(attention_type="mae").train()

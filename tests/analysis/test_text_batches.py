@@ -170,6 +170,21 @@ def test_numbers_are_text_too(tmp_path):
     assert batch["input_ids"].shape[0] == 2
 
 
+def test_numbers_are_targets_too(tmp_path):
+    rows = [{"text": "a", "target": 0}, {"text": "the", "target": 20}]
+    (batch,) = batches("T5ForConditionalGeneration", rows, tmp_path, with_labels=False)
+    assert batch["labels"].shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("T5ForConditionalGeneration", "target"), ("BertForMaskedLM", "pair")]
+)
+def test_every_text_has_what_others_have_beside_them(name, role, tmp_path):
+    rows = [{"text": "a", role: "the"}, {"text": "of", role: None}]
+    with pytest.raises(ValueError, match=rf"must have a {role} beside it \(got none beside 'of'\)"):
+        list(batches(name, rows, tmp_path, with_labels=False))
+
+
 def test_multiple_choice_is_refused(tmp_path):
     with pytest.raises(ValueError, match="several texts a row"):
         batches("BertForMultipleChoice", TEXTS, tmp_path, with_labels=False)
