@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -50,15 +50,14 @@ def written_whole(
     wait()
     if writes:
         publish(staged, folder)
-        discard_unfinished(folder.parent)
     wait()
 
 
 def stage(folder: str | os.PathLike) -> Path:
-    """The empty folder in which `folder` is prepared; what a killed run left there is deleted."""
+    """The empty folder in which `folder` is prepared; what a killed run left of it is deleted."""
     folder = Path(folder)
-    discard_unfinished(folder.parent)
     staged = folder.parent / STAGING_FOLDER / folder.name
+    _discard(staged)
     staged.mkdir(parents=True)
     return staged
 
@@ -68,9 +67,9 @@ def publish(staged: Path, folder: str | os.PathLike) -> None:
     renames, `discard_unfinished` brings it back."""
     folder = Path(folder)
     if folder.exists():
-        replaced = staged.parent / f"{_REPLACED}{folder.name}"
-        os.replace(folder, replaced)
+        os.replace(folder, _replaced(staged))
     os.replace(staged, folder)
+    _discard(staged)
 
 
 def discard_unfinished(run_folder: str | os.PathLike) -> None:
@@ -78,7 +77,21 @@ def discard_unfinished(run_folder: str | os.PathLike) -> None:
     missing, comes back."""
     staging = Path(run_folder) / STAGING_FOLDER
     for replaced in staging.glob(f"{_REPLACED}*"):
-        folder = Path(run_folder) / replaced.name.removeprefix(_REPLACED)
-        if not folder.exists():
-            os.replace(replaced, folder)
+        _discard(staging / replaced.name.removeprefix(_REPLACED))
     shutil.rmtree(staging, ignore_errors=True)
+
+
+def _discard(staged: Path) -> None:
+    """The same of one folder: others may be written beside it at the same time."""
+    folder, replaced = staged.parent.parent / staged.name, _replaced(staged)
+    if replaced.exists() and not folder.exists():
+        os.replace(replaced, folder)
+    for left in (replaced, staged):
+        shutil.rmtree(left, ignore_errors=True)
+    with suppress(OSError):  # not empty, or not there
+        staged.parent.rmdir()
+
+
+def _replaced(staged: Path) -> Path:
+    """What makes way for a folder is kept there, until that has its name."""
+    return staged.parent / f"{_REPLACED}{staged.name}"

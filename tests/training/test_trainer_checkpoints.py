@@ -155,6 +155,17 @@ def test_interrupted_replacement_of_a_checkpoint_is_undone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
+def test_folders_are_written_beside_each_other(tmp_path):
+    """As by two runs whose models go to one folder."""
+    with written_whole(tmp_path / "seed-1") as one:
+        (one / "file").write_text("one")
+        with written_whole(tmp_path / "seed-2") as other:
+            (other / "file").write_text("other")
+    assert (tmp_path / "seed-1" / "file").read_text() == "one"
+    assert (tmp_path / "seed-2" / "file").read_text() == "other"
+    assert {path.name for path in tmp_path.iterdir()} == {"seed-1", "seed-2"}
+
+
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {path!r}
