@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import eager_attention_forward
+from .attention_functions import GroupedQueries, eager_attention_forward
 from .cct import AttentionGates, GatedAttentionControl, attention_dropouts, sublayer_norm
 from .cct_costs import AttentionCost, AttentionUse, used_and_full
 from .gate_cache import GatePast, check_held_keys, gated_layer, is_empty, own_cache
@@ -48,6 +48,12 @@ class AttentionCall(NamedTuple):
     kv_mask: Tensor | None
     past_key_values: Cache | None
     kwargs: dict[str, Any]
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether this is continuous batching: requests side by side in one row, and a cache that the
+        attention implementation is given."""
+        return self.kwargs.get("cache") is not None
 
 
 class AttentionResult(NamedTuple):
@@ -190,8 +196,10 @@ class GatedAttention(nn.Module):
                 for MoA `[1, N, T, S]`.
             past_key_values: the cache, if any.
             kwargs: handed on to the attention implementation.
+
+        Raises:
+            ValueError: continuous batching of learned MAE gates.
         """
-        mix, record = self.mixture.route(hidden_states, padding_mask, self._gate_past(past_key_values))
         call = AttentionCall(
             hidden_states,
             self._source(hidden_states, encoder_hidden_states, past_key_values),
@@ -202,6 +210,12 @@ class GatedAttention(nn.Module):
             past_key_values,
             kwargs,
         )
+        if call.is_paged and self.mixture.remembers:
+            raise ValueError(
+                "Learned MAE gates cannot tell apart the requests that continuous batching packs into "
+                "one row (got a paged cache): use generate in the place of generate_batch."
+            )
+        mix, record = self.mixture.route(hidden_states, padding_mask, self._gate_past(past_key_values))
         gates = None if self.cct is None else self.cct.gates(hidden_states, call.source)
         return self._compute(call, gates, mix, record)
 
@@ -245,12 +259,16 @@ class GatedAttention(nn.Module):
         `[B, T, heads, dh]`, and the probabilities where the implementation gives them."""
         attention_mask, position_bias, kwargs = call.attention_mask, call.position_bias, {**call.kwargs}
         batch, length, heads = query.shape[:3]
+        layer: Any = self
         if position_bias is not None:
             position_bias = self.mixture.position_bias(position_bias, mix)
             if self.config._attn_implementation == "flex_attention":
                 position_bias = position_bias.expand(batch, -1, -1, -1)  # it does not broadcast
             kwargs["position_bias"] = position_bias
-        if self._takes_heads_for_queries(query, attention_mask, position_bias):
+        if call.is_paged:  # the cache holds one head of keys, and gives those of earlier calls
+            query = query.transpose(1, 2)
+            layer = GroupedQueries(self, heads // self.num_kv_heads)
+        elif self._takes_heads_for_queries(query, attention_mask, position_bias):
             # shape: (B, T, k, dh) -> (B, 1, T * k, dh)
             query = query.flatten(1, 2).unsqueeze(1)
             attention_mask = None if attention_mask is None else attention_mask[:, :, :1]
@@ -261,7 +279,7 @@ class GatedAttention(nn.Module):
                 # stride 0: one set of keys serves every head, whatever the implementation
                 key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
         context, attentions = self.attention_function()(
-            self,
+            layer,
             query,
             key,
             value,

@@ -10,6 +10,22 @@ from torch import Tensor, nn
 from .precision import without_autocast
 
 
+class GroupedQueries:
+    """An attention layer as transformers' implementations see one whose heads of queries share heads of
+    keys: with `num_key_value_groups`.
+
+    Args:
+        layer: the layer.
+        groups: heads of queries for each head of keys.
+    """
+
+    def __init__(self, layer: nn.Module, groups: int):
+        self.layer, self.num_key_value_groups = layer, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
 def eager_attention_forward(
     module: nn.Module,
     query: Tensor,

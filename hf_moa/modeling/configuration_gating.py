@@ -299,6 +299,14 @@ class GatingConfig:
         return self.num_attention_experts or 2 * self.num_attention_heads
 
     @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys and values, for those who make caches. Of MoA alone, whose experts share one:
+        where there is no such field, transformers takes as many as there are of queries."""
+        if self.attention_type != "moa":
+            raise AttributeError(f"{type(self).__name__} has no num_key_value_heads without MoA.")
+        return 1
+
+    @property
     def stack_budgets(self) -> list[float]:
         """The budgets of one stack of layers, repeats included."""
         return self.cct_budgets

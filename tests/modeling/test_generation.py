@@ -95,6 +95,16 @@ def test_kind_of_cache_changes_no_token(case, fields, implementation):
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_static_cache_takes_a_prompt_in_chunks(name):
+    case = GENERATORS["gpt2"]
+    model = build(case, **case.family.variants[name])
+    inputs = {"input_ids": prompt(case)["input_ids"][:1]}
+    chunks = {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 3}
+    found = model.generate(**inputs, **LENGTH, **chunks)
+    assert torch.equal(found, model.generate(**inputs, **LENGTH))
+
+
 @each_generator
 @pytest.mark.parametrize("helper", ["assistant", "prompt-lookup"])
 def test_assisted_generation_is_greedy_generation(case, fields, helper):
