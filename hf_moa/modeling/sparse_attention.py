@@ -19,7 +19,7 @@ from .skipped_keys import (
     visible_keys,
 )
 from .token_rows import Execution, GatedParts, TokenRows, choose_execution
-from .transforms import is_traced
+from .transforms import is_traced, is_transformed
 
 
 class SparseAttention(GatedAttention):
@@ -48,7 +48,7 @@ class SparseAttention(GatedAttention):
     def _compute(
         self, call: AttentionCall, gates: AttentionGates | None, mix: Any, record: dict[str, Any]
     ) -> AttentionResult:
-        if gates is None or not self._may_skip(gates):
+        if gates is None or not self._may_skip(call, gates):
             return self._compute_all(call, gates, mix, record)
         cached = self._cached_open_keys(call, gates)
         execution = self._choose_execution(gates, cached)
@@ -58,11 +58,11 @@ class SparseAttention(GatedAttention):
             return self._compute_step(call, gates, mix, record, cached)
         return self._compute_all(call, gates, mix, record, all_open=execution is Execution.OPEN)
 
-    def _may_skip(self, gates: AttentionGates) -> bool:
+    def _may_skip(self, call: AttentionCall, gates: AttentionGates) -> bool:
         """Whether gates are hard, can be looked at, and may skip something."""
-        if self.config.cct_execution == "dense" or self.training or self.cct.is_soft:
+        if self.config.cct_execution == "dense" or self.training or self.cct.is_soft or call.is_paged:
             return False
-        return not is_traced(gates.query)
+        return not (is_traced(gates.query) or is_transformed(gates.query))
 
     def _choose_execution(self, gates: AttentionGates, cached: OpenKeysLayer | None) -> Execution:
         """How this call is computed, behind a cache of open keys or without one."""

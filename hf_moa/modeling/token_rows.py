@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .transforms import is_traced
+from .transforms import is_traced, is_transformed
 
 # Share of open gates above which gathering costs a CPU more than it saves.
 LARGEST_SHARE = 0.95
@@ -74,7 +74,7 @@ def choose_execution(wanted: str, *parts: GatedParts) -> Execution:
         parts: those that are computed together.
     """
     first = parts[0].gates
-    if wanted == "dense" or is_traced(first):
+    if wanted == "dense" or is_traced(first) or is_transformed(first):
         return Execution.GATED
     if wanted == "sparse":
         return Execution.ROWS

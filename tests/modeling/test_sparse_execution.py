@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import CASE, LANGUAGE_MODELS
 from peft import LoraConfig, get_peft_model
+from torch.func import functional_call, stack_module_state, vmap
 from transformers.pytorch_utils import Conv1D
 
 from hf_moa.modeling.attention import GatedAttention
@@ -50,6 +51,23 @@ def test_sparse_equals_dense(case, fields, padding, implementation):
     real = ... if case.family.name == "t5" or padding == "none" else inputs["attention_mask"].bool()
     torch.testing.assert_close(sparse.logits[real], dense.logits[real], atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(sparse.compute_fraction, fraction)
+
+
+@pytest.mark.parametrize("execution", ["auto", "sparse"])
+def test_models_side_by_side_compute_what_each_does(execution, monkeypatch):
+    """Under `vmap` no gate can be looked at, so that all is computed."""
+    monkeypatch.setattr("hf_moa.modeling.token_rows._TO_FIND", 0)
+    case = CASE["BertModel"]
+    models = [case.build(seed=seed, cct_budgets=[1, 0.5], cct_execution=execution) for seed in (0, 1)]
+    ids = case.inputs()["input_ids"]
+    parameters, buffers = stack_module_state(models)
+
+    def call(parameters, buffers):
+        return functional_call(models[0], (parameters, buffers), (ids,)).last_hidden_state
+
+    found = vmap(call)(parameters, buffers)
+    for one, model in zip(found, models, strict=True):
+        torch.testing.assert_close(one, model(ids).last_hidden_state, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
