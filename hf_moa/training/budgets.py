@@ -36,7 +36,7 @@ def _size(budget: Budget) -> float:
 
 
 class _ComputeFractionRecorder:
-    """Adds up the output field `compute_fraction` of every forward call inside a `with` block.
+    """Collects the output field `compute_fraction` of every forward call inside a `with` block.
 
     The field is in `config.keys_to_ignore_at_inference`, so `Trainer` does not hand it out itself. The
     processes exchange nothing until the end: their generations differ in length.
@@ -47,7 +47,7 @@ class _ComputeFractionRecorder:
 
     def __init__(self, model: torch.nn.Module, trainer: Trainer):
         self.model, self.trainer = model, trainer
-        self.total = torch.zeros(2, dtype=torch.float64)  # of fractions, and how many
+        self.fractions: list[torch.Tensor] = []
 
     def _step(self, model, inputs, *args, **kwargs):
         self.batch_size = find_batch_size(inputs)
@@ -56,10 +56,9 @@ class _ComputeFractionRecorder:
     def _record(self, module, args, output) -> None:
         fraction = getattr(output, "compute_fraction", None)
         if fraction is not None:
-            fraction = fraction.detach().cpu().double()
             # a search has several rows for each sequence
-            fraction = fraction[: len(fraction) * self._num_sequences() // self.batch_size]
-            self.total += torch.stack([fraction.sum(), torch.tensor(len(fraction))])
+            count = len(fraction) * self._num_sequences() // self.batch_size
+            self.fractions.append(fraction.detach()[:count])
 
     def _num_sequences(self) -> int:
         """Of this batch, without those that are repeated to fill the last batch of all processes."""
@@ -83,7 +82,8 @@ class _ComputeFractionRecorder:
     def mean(self) -> float:
         """The mean over sequences (not over batches, whose sizes differ), of all processes."""
         accelerator = self.trainer.accelerator
-        total = self.total
+        fractions = torch.cat([torch.zeros(0), *(fraction.cpu() for fraction in self.fractions)])
+        total = torch.tensor([fractions.double().sum(), len(fractions)], dtype=torch.float64)
         if accelerator.num_processes > 1:
             total = accelerator.reduce(total.to(accelerator.device), reduction="sum")
         if total[1] == 0:
