@@ -39,8 +39,13 @@ def make_optimizer(
 
 def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> list[dict]:
     out = set() if gates else {id(p) for p in gate_parameters(model)}
-    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in out]
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in out:
+            # experts' biases are of two dimensions
+            is_weight = parameter.ndim >= 2 and not name.endswith("bias")
+            (decayed if is_weight else others).append(parameter)
     return [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]

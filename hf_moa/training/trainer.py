@@ -189,6 +189,11 @@ class _GatedTraining(WritesModelCards):
             keep_gates_out(optimizer, self.model if model is None else model)
         return optimizer
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """As in `Trainer`; without the norms of CCT's feed-forward parts, which it does not know."""
+        names = super().get_decay_parameter_names(model)
+        return [name for name in names if "_norms." not in name]
+
     def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
         self._epoch = epoch
         super()._run_epoch(*args, epoch=epoch, **kwargs)

@@ -80,6 +80,18 @@ def test_accumulation_changes_no_gradient(arguments, monkeypatch, tmp_path):
         torch.testing.assert_close(updated[1][name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
+def test_weight_decay_leaves_biases_of_experts_alone(arguments, caught):
+    fields = {"attention_type": "moa", "ffn_type": "moe", "weight_decay": 0.1}
+    run("mlm", arguments("mlm", **fields))
+    (training,) = caught
+    decayed, others = training.optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    names = {id(parameter): name for name, parameter in training.gated.named_parameters()}
+    left = [names[id(parameter)] for parameter in others["params"]]
+    assert all(name.endswith("bias") or "norm" in name.lower() for name in left)
+    assert not any(names[id(parameter)].endswith("bias") for parameter in decayed["params"])
+
+
 def test_adafactor_steps_are_relative_to_each_weight(arguments, caught):
     """Also those of gates, which start at zero."""
     values = arguments("translation", attention_type="mae", mae_training="joint", optim="adafactor")

@@ -227,3 +227,11 @@ def test_seq2seq_trainer_generates(tmp_path):
     assert prediction.predictions.shape[0] == 8
     assert (prediction.predictions[:, 7:] == 0).all()
     assert model.mae_phase == "mixture"
+
+
+def test_norms_of_feed_forward_parts_do_not_decay(tmp_path):
+    model = build("t5", cct_budgets=[1, 0.5], cct_sublayer_norm=True)
+    names = trainer("t5", model, tmp_path).get_decay_parameter_names(model)
+    norms = [name for name, parameter in model.named_parameters() if parameter.ndim == 1]
+    assert any(".input_norms." in name for name in norms)
+    assert not set(names) & set(norms)
