@@ -256,7 +256,8 @@ def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:
         else:
             answers = [trainer.model.config.id2label[i] for i in logits.argmax(axis=1).tolist()]
         if trainer.is_world_process_zero():
-            lines = ["index\tprediction", *(f"{i}\t{a}" for i, a in enumerate(answers))]
+            places = dataset["idx"]  # rows may have been left out
+            lines = ["index\tprediction", *map("{}\t{}".format, places, answers)]
             path = Path(trainer.args.output_dir, f"predict_results_{name}.txt")
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
             logger.info(f"Predictions written to {path}.")
@@ -325,6 +326,9 @@ def main(args: list[str] | None = None) -> None:
     )
     if training_args.do_train:
         train(trainer, checkpoint)
+    trainer.args.train_sampling_strategy = (
+        "random"  # by length, it would change the order of predictions
+    )
     if training_args.do_eval:
         evaluate(trainer, eval_sets)
     if gating_args.eval_budgets:

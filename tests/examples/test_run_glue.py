@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -369,6 +370,27 @@ def test_regression_on_stsb(run_glue, arguments, tmp_path):
     assert -1 <= results["eval_spearmanr"] <= 1
     predictions = Path(arguments["output_dir"], "predict_results_stsb.txt").read_text()
     assert [float(line.split("\t")[1]) for line in predictions.splitlines()[1:]]
+
+
+def test_predictions_are_those_of_their_rows(run_glue, arguments, tmp_path, monkeypatch):
+    """Whatever rows were left out, and however training batches were drawn."""
+    shutil.copytree(Path(arguments["data_dir"], "MRPC"), tmp_path / "MRPC")
+    path = tmp_path / "MRPC" / "test.tsv"
+    lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], "broken\n", *lines[3:]]), encoding="utf-8-sig")
+    arguments |= {"data_dir": str(tmp_path), "skip_malformed_rows": True, "do_predict": True}
+    arguments |= {"train_sampling_strategy": "group_by_length", "max_steps": 1}
+    samplers, predict = [], run_glue.predict
+
+    def note_sampler(trainer, predict_sets, task):
+        samplers.append(trainer._get_eval_sampler(predict_sets["mrpc"]))
+        predict(trainer, predict_sets, task)
+
+    monkeypatch.setattr(run_glue, "predict", note_sampler)
+    run_glue.main(command_line(arguments))
+    assert list(samplers[0]) == list(range(4))
+    text = Path(arguments["output_dir"], "predict_results_mrpc.txt").read_text()
+    assert [line.split("\t")[0] for line in text.splitlines()[1:]] == list("0234")
 
 
 def test_mnli_is_evaluated_on_the_sets_that_are_there(run_glue, caplog):
