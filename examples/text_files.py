@@ -20,17 +20,18 @@ def open_text(path: str, flag: str, holds: str = "text file, plain or .gz") -> T
     if not Path(path).is_file():
         raise ValueError(f"`{flag}` must be a {holds} (got {path}: no such file).")
     opened = gzip.open if path.endswith(".gz") else open
-    return opened(path, "rt", encoding="utf-8-sig")
+    # a carriage return by itself ends no line: files that are parallel to this one may have none
+    return opened(path, "rt", encoding="utf-8-sig", newline="\n")
 
 
 def read_lines(path: str, flag: str) -> list[str]:
-    """The lines of a UTF-8 text file, plain or .gz, with their ends.
+    """The lines of a UTF-8 text file, plain or .gz, each with its end, which is one newline.
 
     Raises:
         ValueError: there is no such file, or it is empty; the message names `flag`.
     """
     with open_text(path, flag) as file:
-        lines = list(file)
+        lines = [f"{line[:-2]}\n" if line.endswith("\r\n") else line for line in file]
     if not lines:
         raise ValueError(f"`{flag}` must hold text (got {path}, which is empty).")
     return lines

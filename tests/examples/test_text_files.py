@@ -38,6 +38,17 @@ def test_texts_of_a_table(name, column, tmp_path):
     assert load_lines(None, TextFileArguments(train_file=path), "train") == LINES
 
 
+def test_carriage_returns_end_no_line_by_themselves(tmp_path):
+    """Else parallel files would get out of step; behind a line they are a part of its end."""
+    (tmp_path / "en").write_bytes(b"a gate\rand\r\ntwo gates\n")
+    (tmp_path / "de").write_bytes(b"ein Tor\r\nzwei\rTore")
+    files = {"train_source": str(tmp_path / "en"), "train_target": str(tmp_path / "de")}
+    pairs = load_pairs(ParallelTextArguments(**files), "train")
+    assert pairs == {"source": ["a gate\rand", "two gates"], "target": ["ein Tor", "zwei\rTore"]}
+    lines = load_lines(None, TextFileArguments(train_file=str(tmp_path / "en")), "train")
+    assert lines == ["a gate\rand\n", "two gates\n"]
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.jsonl"])
 def test_pairs_of_a_table_are_those_of_two_files(name, tmp_path):
     english, german = ["a gate", "two gates"], ["ein Tor", "zwei Tore"]
