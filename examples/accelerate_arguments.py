@@ -116,6 +116,11 @@ class _RunArguments:
                 "`average_checkpoints` needs `checkpointing_steps` (got "
                 f"{self.average_checkpoints} and None)."
             )
+        for name in ("average_checkpoints", "max_grad_norm"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"`{name}` must be at least 0, which turns it off (got {getattr(self, name)})."
+                )
         check_counts(
             self,
             "gradient_accumulation_steps",

@@ -101,13 +101,20 @@ class ModelArguments(HubArguments):
             )
 
 
+_SAMPLED = ("train", "eval", "predict")
+
+
 def parse_arguments(args: list[str] | None, *classes: type):
     """The command line, or the one JSON file that it names, as instances of the dataclasses."""
     args = sys.argv[1:] if args is None else args
     parser = HfArgumentParser(classes)
     if len(args) == 1 and args[0].endswith(".json"):
-        return parser.parse_json_file(args[0])
-    return parser.parse_args_into_dataclasses(args)
+        parsed = parser.parse_json_file(args[0])
+    else:
+        parsed = parser.parse_args_into_dataclasses(args)
+    for each in parsed:
+        check_counts(each, *vars(each).keys() & {f"max_{use}_samples" for use in _SAMPLED})
+    return parsed
 
 
 def check_counts(arguments: Any, *names: str) -> None:

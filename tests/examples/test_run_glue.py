@@ -336,6 +336,7 @@ def test_checkpoint_that_numbers_the_classes_differently(run_glue, arguments, tm
         ({"task_name": "squad"}, r"`task_name` must be one of cola.*\(got 'squad'\)"),
         ({"mae_num_dropped_heads": 2}, r"`mae_num_dropped_heads` .*need `attention_type`"),
         ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT gates"),
+        ({"max_eval_samples": -1}, r"`max_eval_samples` must be at least 1 \(got -1\)"),
         ({"cct_noise_steps": 5}, "cct_noise_steps needs a model with CCT"),
         ({"mae_training": "bcd"}, "mae_training='bcd' needs a model with MAE"),
         ({"task_name": "rte"}, "`data_dir` must hold the folder RTE"),
