@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Seq2SeqTrainer, Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import HPSearchBackend, HubStrategy, has_length, rotate_checkpoints
 from transformers.utils import logging
 
@@ -335,7 +336,7 @@ class _GatedTraining(WritesModelCards):
                     outputs,
                     inputs["labels"],
                     epsilon=epsilon,
-                    shifts_labels=self._loss_shifts_labels,
+                    shifts_labels=self._loss_shifts_labels or self._is_causal_model(),
                     num_items_in_batch=inputs.get("num_items_in_batch"),
                 )
             if records and isinstance(outputs, dict):
@@ -345,6 +346,10 @@ class _GatedTraining(WritesModelCards):
             return outputs
 
         return super().compute_loss(forward, inputs, return_outputs, num_items_in_batch)
+
+    def _is_causal_model(self) -> bool:
+        """Whether `Trainer` shifts the labels of the model: also GPT-2's, whose loss does not say so."""
+        return type(self._gated_model()).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _share_of(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         """A micro-batch's share of the accumulated batch's tokens, times what its loss will be divided

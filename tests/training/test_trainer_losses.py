@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import CASE
 from training_runs import CLASSES, PLAIN_SGD, Z_LOSS_ALONE, build, plain_classifier, rows, trainer
-from transformers import Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_moa.training import MoaTrainer, MoaTrainingArguments
 
@@ -35,20 +35,26 @@ def test_smoothed_loss_is_the_definition(name, fields, training, tmp_path):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
-def test_smoothing_of_a_plain_model_is_the_plain_trainers(accumulation, tmp_path):
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_smoothing_of_a_plain_model_is_the_plain_trainers(name, accumulation, tmp_path):
     updates = []
     for trainer_class, arguments_class in (
         (MoaTrainer, MoaTrainingArguments),
         (Trainer, TrainingArguments),
     ):
         torch.manual_seed(0)
-        model = plain_classifier(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        if name == "gpt2":
+            sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 67}
+            dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout))
+        else:
+            model = plain_classifier(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         arguments = arguments_class(
             str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no",
             per_device_train_batch_size=8 // accumulation, label_smoothing_factor=0.3,
             gradient_accumulation_steps=accumulation, **PLAIN_SGD,
         )  # fmt: skip
-        trainer_class(model, arguments, train_dataset=list(rows("bert"))).train()
+        trainer_class(model, arguments, train_dataset=list(rows(name))).train()
         updates.append(model.state_dict())
     for key, tensor in updates[0].items():
         torch.testing.assert_close(tensor, updates[1][key], atol=1e-6, rtol=1e-5, msg=key)
