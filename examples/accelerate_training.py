@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
+from hf_moa.modeling.gated_model import GatedModel
 from hf_moa.training import (
     NonFiniteGradientError,
     TrainingDivergedError,
@@ -149,7 +150,8 @@ class GatedTraining:
             distributed_type=accelerator.distributed_type,
         )
         self.statistics = StepStatistics()
-        self.shifts_labels = getattr(self.gated, "loss_type", None) == "ForCausalLM"
+        # transformers' own GPT-2 does not say so
+        self.shifts_labels = about.task == "text-generation"
         if args.with_tracking:
             config = {k: v for k, v in asdict(args).items() if not k.endswith("token")}
             accelerator.init_trackers("hf_moa", _plain(config))
@@ -306,7 +308,8 @@ class GatedTraining:
             share = self._tokens_of(batch).to(self.gated_tokens.device) / self.gated_tokens
             weigh_auxiliary_loss(outputs, share)
         loss = outputs.loss
-        if self.args.label_smoothing_factor:
+        # a loss of transformers' own BERT or T5 is the mean over a micro-batch, whatever `count` is
+        if self.args.label_smoothing_factor or not isinstance(self.gated, GatedModel):
             loss = smoothed_loss(
                 outputs,
                 batch["labels"],

@@ -80,6 +80,39 @@ def test_accumulation_changes_no_gradient(arguments, monkeypatch, tmp_path):
         torch.testing.assert_close(updated[1][name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("smoothing", [0, 0.1])
+@pytest.mark.parametrize(
+    ("task", "kind"), [("mlm", "bert"), ("translation", "t5"), ("clm", "gpt2"), ("clm", "moa_gpt2")]
+)
+def test_accumulation_changes_no_loss_of_plain_models(task, kind, smoothing, arguments, tmp_path):
+    """Their losses are means over a micro-batch; rows here have not as many labels."""
+    shared = {
+        "model_type": kind,
+        "config_overrides": f"{OVERRIDES[task]},{NO_DROPOUT[task]}",
+        "label_smoothing_factor": smoothing,
+        "max_train_steps": 2,
+    }
+    shared |= {"line_by_line": True} if task == "mlm" else {}
+    losses = []
+    for batch, accumulation in ((8, 1), (2, 4)):
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        values = arguments(task, **shared | sizes, output_dir=tmp_path / f"{batch}")
+        run(task, values)
+        losses.append([entry["loss"] for entry in log(values)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_smoothed_loss_of_a_plain_gpt2_is_a_gated_ones(arguments, tmp_path):
+    losses = []
+    for kind in ("gpt2", "moa_gpt2"):
+        values = arguments("clm", model_type=kind, label_smoothing_factor=0.1, max_train_steps=1,
+                           config_overrides=f"{OVERRIDES['clm']},{NO_DROPOUT['clm']}",
+                           output_dir=tmp_path / kind)  # fmt: skip
+        run("clm", values)
+        losses.append(log(values)[0]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_weight_decay_leaves_biases_of_experts_alone(arguments, caught):
     fields = {"attention_type": "moa", "ffn_type": "moe", "weight_decay": 0.1}
     run("mlm", arguments("mlm", **fields))
@@ -339,6 +372,11 @@ def test_starts_from_a_checkpoint(arguments, tmp_path):
             "`train_sampling_strategy` group_by_length needs rows of several lengths",
         ),
         ({"eval_steps": 0}, "`eval_steps` must be at least 1"),
+        ({"max_grad_norm": -1}, r"`max_grad_norm` must be at least 0, .*\(got -1"),
+        (
+            {"average_checkpoints": -1, "checkpointing_steps": 1},
+            "`average_checkpoints` must be at least 0",
+        ),
         ({"max_train_steps": 0}, "`max_train_steps` must be at least 1"),
         ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT"),
         ({"mae_training": "bcd"}, "mae_training='bcd' needs a model with MAE"),
