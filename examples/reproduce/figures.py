@@ -58,7 +58,10 @@ def save(figure: Any, axes: list[Any], path: Path) -> None:
     labelled = next((axis for axis in axes if axis.get_legend_handles_labels()[0]), None)
     if labelled is not None:
         handles, labels = labelled.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+        columns = 5 if len(axes) > 1 else 2
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, metadata={"Date": None})
