@@ -54,6 +54,13 @@ def checkpoint_to_resume(args: AccelerateArguments) -> Path | None:
             f"`resume_from_checkpoint` must be a checkpoint of this script (got {folder}, which has no "
             "progress.json)."
         )
+    later = [path.name for path in found if _step_of(path) > _step_of(folder)]
+    if later:
+        raise ValueError(
+            f"`resume_from_checkpoint` {folder} is not the last checkpoint in `output_dir` (got later "
+            f"ones, {', '.join(later)}, which would be kept and averaged with the new ones): move these "
+            "away, or give another `output_dir`."
+        )
     return folder
 
 
@@ -90,7 +97,11 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints of a run, the latest last."""
     found = [path for path in folder.glob("*_*") if (path / "progress.json").is_file()]
     found = [path for path in found if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(found, key=lambda path: json.loads((path / "progress.json").read_text())["step"])
+    return sorted(found, key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return json.loads((checkpoint / "progress.json").read_text())["step"]
 
 
 def check_averaging(

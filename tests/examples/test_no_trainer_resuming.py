@@ -139,6 +139,17 @@ def test_residues_of_a_kill_do_not_stop_the_resumed_run(arguments, tmp_path):
     assert not (out / "_unfinished").exists()
 
 
+def test_a_checkpoint_before_others_is_refused(arguments, tmp_path):
+    """Those of the abandoned run would be kept, and averaged with the new one's."""
+    values = arguments("clm", checkpointing_steps=1)
+    run("clm", values)
+    values["resume_from_checkpoint"] = tmp_path / "out" / "step_2"
+    with pytest.raises(ValueError, match=r"not the last checkpoint .*\(got later ones, step_3, step_4"):
+        run("clm", values)
+    run("clm", values | {"output_dir": tmp_path / "other"})
+    assert [path.name for path in find_checkpoints(tmp_path / "other")] == ["step_3", "step_4"]
+
+
 def test_last_metrics_are_those_of_the_saved_model(arguments, tmp_path):
     """Whatever was evaluated on the way; and of a finished run that is started again."""
     values = arguments("clm", attention_type="mae", eval_steps=3, checkpointing_steps=2)
