@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,11 @@ _SPEED_SUFFIXES = (
 )
 _NO_METRICS = ("epoch", "step", "total_flos", "trainable_parameters", "num_input_tokens_seen")
 # What the Accelerate scripts write beside them: where the run ended.
-_NO_METRICS += ("seed", "tokens", "batches_in_epoch", "eval_tokens")
+_NO_METRICS += ("seed", "tokens", "batches_in_epoch")
+# Sizes of what was evaluated on.
+_SIZES = ("tokens", "words", "lines")
+# What follows a name of MNLI's second set, and of a budget of CCT.
+_OF_A_PART = re.compile(r"_mm$|_at_[\d._]+$")
 _PREFIXES = ("eval", "test", "predict")
 # The Hub's names of metrics, where they differ.
 _METRIC_TYPES = {"pearson": "pearsonr"}
@@ -135,9 +140,10 @@ def named_metrics(entry: Mapping[str, Any]) -> list[tuple[str, str, float | int]
         value = as_number(value)
         if value is None or key in _NO_METRICS or key.startswith("train_"):
             continue
-        if key.endswith(_SPEED_SUFFIXES):
-            continue
+        bare = _OF_A_PART.sub("", key)
         prefix = next((p for p in prefixes if key.startswith(f"{p}_")), "")
+        if bare.endswith(_SPEED_SUFFIXES) or bare.removeprefix(f"{prefix}_") in _SIZES:
+            continue
         metrics.append((prefix, key.removeprefix(f"{prefix}_" if prefix else ""), value))
     return metrics
 

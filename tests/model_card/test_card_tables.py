@@ -24,6 +24,19 @@ def test_speed_up_is_over_the_largest_budget():
     ]
 
 
+def test_sizes_and_speeds_of_a_part_are_no_metrics():
+    entry = {
+        "eval_accuracy_mm": 0.5, "eval_runtime_mm": 0.1, "eval_samples_mm": 20,
+        "eval_loss_at_0.5": 1.5, "eval_tokens_at_1_0.5": 30, "eval_tokens": 30, "predict_tokens": 9,
+        "predict_words": 8, "predict_lines": 2, "predict_word_perplexity": 70.0,
+    }  # fmt: skip
+    assert named_metrics(entry) == [
+        ("eval", "accuracy_mm", 0.5),
+        ("eval", "loss_at_0.5", 1.5),
+        ("predict", "word_perplexity", 70.0),
+    ]
+
+
 def test_columns_of_metrics_are_named_in_words():
     rows = [{"budget": 1, "eval_bleu": 30.0, "eval_exact_match": 0.5}]
     assert budget_table(rows).splitlines()[0] == "| budget | compute fraction | BLEU | exact match |"
