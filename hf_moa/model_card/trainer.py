@@ -99,9 +99,11 @@ def trainer_card(
     # an evaluation may have been given its data when it was called
     evaluated = [used for used in training if used.use == "evaluation"] or named
     method = peft_method(peft_configs)
-    # an adapter's is the very model that it is loaded onto, and not what that one came from
-    base_of = base_model_of if method is None else hub_name
-    base = base_of(finetuned_from or getattr(config, "_name_or_path", None))
+    base = finetuned_from or getattr(config, "_name_or_path", None)
+    if method is None:
+        base = base_model_of(base)
+    else:  # the very model that the adapter is loaded onto, and not what that one came from
+        base = hub_name(next(iter(peft_configs.values())).base_model_name_or_path or base)
     is_trained = trainer.state.global_step > 0
     return model_card(
         config,

@@ -23,7 +23,7 @@ from training_runs import build, run
 
 from hf_moa import FTGConfig, MoaBertConfig
 from hf_moa.adapters import push_to_hub
-from hf_moa.model_card import Adapter, model_card, read_card
+from hf_moa.model_card import Adapter, model_card, read_card, trainer_card
 from hf_moa.modeling.ftg_config import ADAPTER_PLACE
 
 ADAPTERS = {
@@ -61,6 +61,17 @@ def test_card_of_an_adapter(method, tmp_path, monkeypatch):
     inputs = CASE["BertForSequenceClassification"].inputs()
     with torch.no_grad():
         torch.testing.assert_close(loaded(**inputs).logits, model.eval()(**inputs).logits)
+
+
+def test_base_of_an_adapter_is_the_one_that_it_names(tmp_path):
+    """Not the checkpoint that a script was started from, which it may have converted."""
+    model = get_peft_model(build("bert", attention_type="mae"), FTGConfig(task_type="SEQ_CLS"))
+    made = run("bert", model, tmp_path)
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base_model")
+    card = trainer_card(made, finetuned_from="google-bert/bert-base-uncased")
+    assert "bert-base-uncased" not in str(card)
+    model.peft_config["default"].base_model_name_or_path = "user/bert-mae"
+    assert trainer_card(made, finetuned_from="user/bert").data.base_model == "user/bert-mae"
 
 
 def test_ftg_adapter_of_plain_attention_cites_its_paper():
