@@ -103,9 +103,12 @@ def check_budgets(gating_args: GatingArguments, model: PreTrainedModel) -> None:
 
 
 def evaluate_at_budgets(trainer: Trainer, eval_sets: dict) -> None:
+    first = None
     for name, dataset in eval_sets.items():
         rows = evaluate_budgets(trainer, dataset)
+        first = first or rows
         if trainer.is_world_process_zero():
             print(f"\n{name}, {len(dataset)} examples\n\n{format_budget_table(rows)}\n")
             path = Path(trainer.args.output_dir, f"budget_results_{name}.json")
             path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    trainer.budget_rows = first  # the set whose size the model's card has

@@ -238,11 +238,14 @@ def split_names(task_name: str, split: str, available: Collection[str]) -> dict[
 def evaluate(trainer: Trainer, eval_sets: dict) -> None:
     metrics = {}
     for name, dataset in eval_sets.items():
-        set_metrics = trainer.evaluate(dataset)
-        set_metrics["eval_samples"] = len(dataset)
-        if name == "mnli-mm":
-            set_metrics = {f"{k}_mm": v for k, v in set_metrics.items() if k.startswith("eval_")}
-        metrics.update(set_metrics)
+        is_second = name == "mnli-mm"
+        # a name of its own in the log, from which the model's card takes its metrics
+        prefix = "eval_mm" if is_second else "eval"
+        found = trainer.evaluate(dataset, metric_key_prefix=prefix) | {f"{prefix}_samples": len(dataset)}
+        if is_second:  # in the files those of transformers' script
+            names = {key: key.removeprefix("eval_mm_") for key in found if key.startswith("eval_mm_")}
+            found = {f"eval_{name}_mm": found[key] for key, name in names.items()}
+        metrics.update(found)
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
 

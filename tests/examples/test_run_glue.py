@@ -394,6 +394,27 @@ def test_predictions_are_those_of_their_rows(run_glue, arguments, tmp_path, monk
     assert [line.split("\t")[0] for line in text.splitlines()[1:]] == list("0234")
 
 
+def test_both_sets_of_mnli_have_names_of_their_own(run_glue):
+    class Evaluator:
+        """Stands for a trainer: what it was asked, and what it saved."""
+
+        def evaluate(self, dataset, metric_key_prefix):
+            logged.append(f"{metric_key_prefix}_accuracy")
+            return {f"{metric_key_prefix}_accuracy": len(dataset) / 10, "epoch": 1.0}
+
+        def log_metrics(self, split, metrics):
+            pass
+
+        def save_metrics(self, split, metrics):
+            saved.update(metrics)
+
+    logged, saved = [], {}
+    run_glue.evaluate(Evaluator(), {"mnli": range(3), "mnli-mm": range(5)})
+    assert logged == ["eval_accuracy", "eval_mm_accuracy"]
+    first = {"eval_accuracy": 0.3, "eval_samples": 3, "epoch": 1.0}
+    assert saved == first | {"eval_accuracy_mm": 0.5, "eval_samples_mm": 5}
+
+
 def test_mnli_is_evaluated_on_the_sets_that_are_there(run_glue, caplog):
     both = {"mnli": "validation_matched", "mnli-mm": "validation_mismatched"}
     assert run_glue.split_names("mnli", "validation", list(both.values())) == both
