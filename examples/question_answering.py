@@ -166,8 +166,10 @@ def answer_place(offsets: np.ndarray, answers: Mapping[str, list]) -> tuple[int,
     first = answers["answer_start"][0] + len(text) - len(text.lstrip())
     last = first + len(text.strip())
     starts, ends = offsets.T
-    inside = np.flatnonzero((starts >= 0) & (starts < last) & (ends > first))
-    if not len(inside) or starts[inside[0]] > first or ends[inside[-1]] < last:
+    context = starts >= 0
+    inside = np.flatnonzero(context & (starts < last) & (ends > first))
+    # within the window, a character may have no token: tokenizers strip accents that stand alone
+    if not len(inside) or first < starts[context].min() or last > ends[context].max():
         return 0, 0
     return int(inside[0]), int(inside[-1])
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from question_answering import (
 )
 from script_runs import command_line, read_json
 from test_run_glue import WORDS, checkpoint  # noqa: F401 - fixture
+from text_training import data_for_card
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 import hf_moa  # noqa: F401 - registers the gated models
@@ -155,6 +157,13 @@ def test_scores_by_hand():
     assert squad_scores(["The dog", "mat"], references) == {"exact_match": 50.0, "f1": 50.0}
 
 
+def test_card_names_no_data_but_those_of_the_hub():
+    assert data_for_card(None) == {}
+    assert data_for_card(str(Path(__file__).parent)) == {}  # a folder of files
+    named = {"dataset": "rajpurkar/squad", "dataset_tags": "rajpurkar/squad", "dataset_args": None}
+    assert data_for_card("rajpurkar/squad") == named
+
+
 def test_place_of_an_answer():
     outside = (-1, -1)
     offsets = np.array([outside, outside, (0, 3), (4, 7), (8, 12), outside])
@@ -163,6 +172,8 @@ def test_place_of_an_answer():
     for start in (0, 11):  # the window begins, or ends, in the middle of it
         answers = {"text": ["xxxxx"], "answer_start": [start]}
         assert answer_place(np.delete(offsets, 2, axis=0), answers) == (0, 0)
+    for start, length in ((3, 4), (4, 4)):  # the character before, or behind, has no token
+        assert answer_place(offsets, {"text": ["x" * length], "answer_start": [start]}) == (3, 3)
 
 
 def test_best_span_obeys_the_limits(checkpoint):  # noqa: F811
