@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedConfig, SchedulerType
 
 from hf_moa.model_card import DataUsed, TrainingFacts, checkpoint_card, read_card, write_card
-from hf_moa.model_card.facts import in_words, named_metrics, package_versions
+from hf_moa.model_card.facts import hub_name, in_words, named_metrics, package_versions
 from hf_moa.model_card.trainer import base_model_of
 from hf_moa.modeling.configuration_gating import GatingConfig
 
@@ -157,9 +157,10 @@ class RunResults:
         if budget_rows:
             budget = budget_rows[0]["budget"]
             metrics = {k: v for k, v in budget_rows[0].items() if k not in _OF_BUDGETS}
+        dataset = hub_name(about.dataset)
         used = DataUsed(
             use="training",
-            dataset=about.dataset,
+            dataset=dataset,
             config=about.dataset_config,
             examples=self.num_rows,
         )
@@ -167,7 +168,7 @@ class RunResults:
             self.folder,
             name=name,
             base_model=base_model_of(about.start),
-            datasets=[about.dataset] if about.dataset else [],
+            datasets=[dataset] if dataset else [],
             task=about.task,
             metrics=metrics or None,
             budgets=budget_rows,

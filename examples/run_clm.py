@@ -47,6 +47,7 @@ from text_blocks import (
 )
 from text_training import (
     ModelArguments,
+    data_for_card,
     find_checkpoint,
     finish,
     load_model,
@@ -223,7 +224,12 @@ def main(args: list[str] | None = None) -> None:
         evaluate(trainer, blocks["test"], data_args.max_predict_samples, "predict")
     if data_args.generate_samples and trainer.is_world_process_zero():
         write_samples(trainer, blocks.get("test", blocks.get("validation")), data_args)
-    finish(trainer, finetuned_from=model_args.model_name_or_path, tasks="text-generation")
+    finish(
+        trainer,
+        finetuned_from=model_args.model_name_or_path,
+        tasks="text-generation",
+        **data_for_card(data_args.dataset_name, data_args.dataset_config_name),
+    )
 
 
 if __name__ == "__main__":

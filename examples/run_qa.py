@@ -31,6 +31,7 @@ from question_answering import AnswerMetric, Features, read_squad
 from text_training import (
     CheckpointArguments,
     check_counts,
+    data_for_card,
     find_checkpoint,
     finish,
     load_tokenizer,
@@ -207,9 +208,7 @@ def main(args: list[str] | None = None) -> None:
         trainer,
         finetuned_from=model_args.model_name_or_path,
         tasks="question-answering",
-        language="en",
-        dataset="SQuAD",
-        dataset_tags="rajpurkar/squad",
+        **data_for_card(data_args.dataset_name),
     )
 
 

@@ -52,6 +52,7 @@ from parallel_text import (
 from peft import TaskType
 from text_training import (
     ModelArguments,
+    data_for_card,
     find_checkpoint,
     finish,
     load_model,
@@ -183,7 +184,12 @@ def main(args: list[str] | None = None) -> None:
         evaluate_at_budgets(trainer, {"validation": sets["validation"]})
     if training_args.do_predict:
         predict(trainer, sets["test"], bleu)
-    finish(trainer, finetuned_from=model_args.model_name_or_path, tasks="translation")
+    finish(
+        trainer,
+        finetuned_from=model_args.model_name_or_path,
+        tasks="translation",
+        **data_for_card(data_args.dataset_name, data_args.dataset_config_name),
+    )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_moa.model_card.facts import hub_name
+
 logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
@@ -296,6 +298,12 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
     trainer.log_metrics("train", metrics)
     trainer.save_metrics("train", metrics)
     trainer.save_state()
+
+
+def data_for_card(name: str | None, config: str | None = None) -> dict[str, Any]:
+    """What a card is told of a data set of the Hub; nothing of files, or of a folder of them."""
+    found = hub_name(name)
+    return {} if found is None else {"dataset": found, "dataset_tags": found, "dataset_args": config}
 
 
 def finish(trainer: Trainer, **card: Any) -> None:
