@@ -1,9 +1,9 @@
 """Finetunes a model on a GLUE task with `MoaTrainer`: an ungated baseline, or a checkpoint converted
 to mixture-of-heads attention (MAE, MoA) and conditional computation (CCT).
 
-The flags are those of transformers' own `run_glue.py`, plus `GatingArguments` and
-`AdapterArguments`. Baseline, MAE, and CCT at three budgets, from the same checkpoint and the same
-fresh classifier:
+The flags are those of transformers' own `run_glue.py`, but for its flags for other data than GLUE's,
+plus `GatingArguments` and `AdapterArguments`. Baseline, MAE, and CCT at three budgets, from the same
+checkpoint and the same fresh classifier:
 
     python examples/run_glue.py --model_name_or_path bert-base-uncased --task_name mrpc \
         --do_train --do_eval --learning_rate 2e-5 --output_dir out/bert
