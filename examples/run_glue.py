@@ -329,9 +329,8 @@ def main(args: list[str] | None = None) -> None:
     )
     if training_args.do_train:
         train(trainer, checkpoint)
-    trainer.args.train_sampling_strategy = (
-        "random"  # by length, it would change the order of predictions
-    )
+    # by length, predictions would be in another order than their rows
+    trainer.args.train_sampling_strategy = "random"
     if training_args.do_eval:
         evaluate(trainer, eval_sets)
     if gating_args.eval_budgets:
