@@ -243,8 +243,8 @@ def evaluate(trainer: Trainer, eval_sets: dict) -> None:
         prefix = "eval_mm" if is_second else "eval"
         found = trainer.evaluate(dataset, metric_key_prefix=prefix) | {f"{prefix}_samples": len(dataset)}
         if is_second:  # in the files those of transformers' script
-            names = {key: key.removeprefix("eval_mm_") for key in found if key.startswith("eval_mm_")}
-            found = {f"eval_{name}_mm": found[key] for key, name in names.items()}
+            own = [key for key in found if key.startswith("eval_mm_")]
+            found = {f"eval_{key.removeprefix('eval_mm_')}_mm": found[key] for key in own}
         metrics.update(found)
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
