@@ -78,7 +78,7 @@ OF_MASKED = ("wikitext-2", "wikitext-103")  # corpora
 # corpus -> learning rates to choose from, and with which variants; WikiText-103 has WikiText-2's
 RATES: dict[str, tuple[tuple[float, ...], tuple[str, str]]] = {
     "wikitext-2": ((1e-3, 2e-3, 4e-3), ("MHA", "MoA 8 of 32")),
-    "multi30k": ((1e-2, 3e-2, 6e-2), ("MHA", "MoA 8K16E")),
+    "multi30k": ((1e-2, 3e-2, 6e-2, 1e-1), ("MHA", "MoA 8K16E")),
 }
 # few layers and small batches, for many updates: each expert learns from a share of the tokens alone
 MASKED: Flags = merged(

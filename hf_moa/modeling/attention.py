@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_functions import GroupedQueries, eager_attention_forward
+from .cache_name import CACHE_NAME, PAGED_CACHE, takes_cache_by_any_name, with_paged_keys
 from .cct import AttentionGates, GatedAttentionControl, attention_dropouts, sublayer_norm
 from .cct_costs import AttentionCost, AttentionUse, used_and_full
 from .gate_cache import GatePast, check_held_keys, gated_layer, is_empty, own_cache
@@ -46,14 +47,14 @@ class AttentionCall(NamedTuple):
     position_bias: Tensor | None
     padding_mask: Tensor | None
     kv_mask: Tensor | None
-    past_key_values: Cache | None
+    cache: Cache | None
     kwargs: dict[str, Any]
 
     @property
     def is_paged(self) -> bool:
-        """Whether this is continuous batching: requests side by side in one row, and a cache that the
-        attention implementation is given."""
-        return self.kwargs.get("cache") is not None
+        """Whether this is continuous batching: requests side by side in one row, and a cache of which
+        all of them have pages."""
+        return self.kwargs.get(PAGED_CACHE) is not None
 
 
 class AttentionResult(NamedTuple):
@@ -173,6 +174,7 @@ class GatedAttention(nn.Module):
         """What the layer adds to the stream, `[B, T, d]`: `linear` is its output projection."""
         return self.mixture.output(linear, result.context, result.mix)
 
+    @takes_cache_by_any_name
     def forward(
         self,
         hidden_states: Tensor,
@@ -182,7 +184,7 @@ class GatedAttention(nn.Module):
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
         position_bias: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> AttentionResult:
         """
@@ -194,7 +196,7 @@ class GatedAttention(nn.Module):
             encoder_padding_mask: `[B, S]` bool, the same of `encoder_hidden_states`.
             position_bias: added to the scores, one for each head that the layer has: `[1, h, T, S]`,
                 for MoA `[1, N, T, S]`.
-            past_key_values: the cache, if any.
+            cache: the cache, if any.
             kwargs: handed on to the attention implementation.
 
         Raises:
@@ -202,12 +204,12 @@ class GatedAttention(nn.Module):
         """
         call = AttentionCall(
             hidden_states,
-            self._source(hidden_states, encoder_hidden_states, past_key_values),
+            self._source(hidden_states, encoder_hidden_states, cache),
             attention_mask,
             position_bias,
             padding_mask,
             encoder_padding_mask if self.is_cross_attention else padding_mask,
-            past_key_values,
+            cache,
             kwargs,
         )
         if call.is_paged and self.mixture.remembers:
@@ -215,7 +217,7 @@ class GatedAttention(nn.Module):
                 "Learned MAE gates cannot tell apart the requests that continuous batching packs into "
                 "one row (got a paged cache): use generate in the place of generate_batch."
             )
-        mix, record = self.mixture.route(hidden_states, padding_mask, self._gate_past(past_key_values))
+        mix, record = self.mixture.route(hidden_states, padding_mask, self._gate_past(cache))
         gates = None if self.cct is None else self.cct.gates(hidden_states, call.source)
         return self._compute(call, gates, mix, record)
 
@@ -267,6 +269,7 @@ class GatedAttention(nn.Module):
             kwargs["position_bias"] = position_bias
         if call.is_paged:  # the cache holds one head of keys, and gives those of earlier calls
             query = query.transpose(1, 2)
+            key, value = with_paged_keys(key, value, kwargs, layer_idx=self.layer_idx)
             layer = GroupedQueries(self, heads // self.num_kv_heads)
         elif self._takes_heads_for_queries(query, attention_mask, position_bias):
             # shape: (B, T, k, dh) -> (B, 1, T * k, dh)
@@ -313,16 +316,16 @@ class GatedAttention(nn.Module):
     def _is_sdpa(self) -> bool:
         return self.config._attn_implementation == "sdpa"
 
-    def prepare_cache(self, past_key_values: Cache) -> None:
+    def prepare_cache(self, cache: Cache) -> None:
         """Make an empty cache able to hold what this layer's gates remember.
 
         Raises:
             ValueError: it is of a kind that cannot.
         """
         if self.mixture.remembers:
-            gated_layer(past_key_values, self.layer_idx)
+            gated_layer(cache, self.layer_idx)
         if self.cct is not None:
-            gated_layer(past_key_values, self.layer_idx, cross=self.is_cross_attention)
+            gated_layer(cache, self.layer_idx, cross=self.is_cross_attention)
 
     def attention_function(self) -> Callable:
         """The attention implementation that the model is set to."""
@@ -330,17 +333,17 @@ class GatedAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-    def _gate_past(self, past_key_values: Cache | None) -> GatePast | None:
+    def _gate_past(self, cache: Cache | None) -> GatePast | None:
         """What a causal MAE gate finds in the cache; None where it has no use for one."""
-        if past_key_values is None or not self.mixture.remembers:
+        if cache is None or not self.mixture.remembers:
             return None
-        layer = gated_layer(past_key_values, self.layer_idx)
+        layer = gated_layer(cache, self.layer_idx)
         names = _CROSS_GATE_STATES if self.is_cross_attention else _GATE_STATES
         name, other = names if self.mixture.pools_inputs else reversed(names)
         if other in layer.states:
             if not is_empty(layer):
                 raise ValueError(
-                    "past_key_values was filled in another mode, train() or eval(), than the model is "
+                    f"{CACHE_NAME} was filled in another mode, train() or eval(), than the model is "
                     "in now, and its gates remember other numbers there. Use a cache in one mode."
                 )
             for each in (other, f"{other}_valid"):  # as after a reset
@@ -351,29 +354,29 @@ class GatedAttention(nn.Module):
         self,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
     ) -> Tensor | None:
         """The tokens that keys and values are projected from; None where they are cached."""
         if not self.is_cross_attention:
             return hidden_states
-        if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
+        if cache is not None and cache.is_updated.get(self.layer_idx):
             return None
         return encoder_hidden_states
 
     def _cache(self, call: AttentionCall) -> Cache:
-        return own_cache(call.past_key_values, cross=self.is_cross_attention)
+        return own_cache(call.cache, cross=self.is_cross_attention)
 
     def _note_updated(self, call: AttentionCall) -> None:
         if self.is_cross_attention:
-            call.past_key_values.is_updated[self.layer_idx] = True
+            call.cache.is_updated[self.layer_idx] = True
 
     def _key_value(
         self, call: AttentionCall, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, num_kv_heads, S, dh]`, of the projected ones and the cache."""
-        if call.past_key_values is not None:
-            self.prepare_cache(call.past_key_values)  # before a plain layer takes the first keys
-            spread_open_keys(call.past_key_values, self.layer_idx, cross=self.is_cross_attention)
+        if call.cache is not None:
+            self.prepare_cache(call.cache)  # before a plain layer takes the first keys
+            spread_open_keys(call.cache, self.layer_idx, cross=self.is_cross_attention)
         if key is None:
             layer = self._cache(call).layers[self.layer_idx]
             # an offloaded cache brings back only the layers that are updated
@@ -382,7 +385,7 @@ class GatedAttention(nn.Module):
         key, value = (
             x.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2) for x in (key, value)
         )
-        if call.past_key_values is not None:
+        if call.cache is not None:
             check_held_keys(self._cache(call), self.layer_idx, key)
             key, value = self._cache(call).update(key, value, self.layer_idx)
             self._note_updated(call)
@@ -391,8 +394,8 @@ class GatedAttention(nn.Module):
     def _use(self, call: AttentionCall, gates: AttentionGates) -> AttentionUse:
         """What this call makes use of; a cache counts its keys."""
         past = None
-        if call.past_key_values is not None:
-            layer = gated_layer(call.past_key_values, self.layer_idx, cross=self.is_cross_attention)
+        if call.cache is not None:
+            layer = gated_layer(call.cache, self.layer_idx, cross=self.is_cross_attention)
             if gates.kv is None:
                 past = layer.counted("keys")
             else:

@@ -135,7 +135,11 @@ class GatingConfig:
     backbone_sizes: ClassVar[tuple[str, ...]] = ()
     backbone_dropouts: ClassVar[tuple[str, ...]] = ()
 
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", *GATING_OUTPUT_FIELDS]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "cache",
+        *GATING_OUTPUT_FIELDS,
+    ]
 
     def __post_init__(self, **kwargs: Any):
         # Read from the directory of a plain backbone, a config must not keep that one's type.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 
+from .cache_name import CACHE_NAME
 from .gate_norm import GateBatchNorm
 from .growing_rows import AveragedRows, GrowingKeys, GrowingRows, last_rows
 from .transforms import is_traced
@@ -237,7 +238,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
             raise ValueError(
                 f"tokens_to_remove must be at most {CROP_RESERVE}, the inputs that the gates hold "
                 f"beyond their window (got {tokens_to_remove}). To hold all, call "
-                "`past_key_values.activate_past_recording()` after the first forward."
+                "`activate_past_recording()` of the cache after the first forward."
             )
         self._kept = {}  # whoever starts again may have learned since
         self._crop_keys(abs(tokens_to_remove))
@@ -309,35 +310,35 @@ class GatedStaticLayer(_GateStates, StaticLayer):
 _GATED = {DynamicLayer: GatedDynamicLayer, StaticLayer: GatedStaticLayer}
 
 
-def own_cache(past_key_values: Cache, *, cross: bool) -> Cache:
+def own_cache(cache: Cache, *, cross: bool) -> Cache:
     """The part of a decoder's cache that is of self-attention, or of cross-attention."""
-    if not isinstance(past_key_values, EncoderDecoderCache):
-        return past_key_values
-    return past_key_values.cross_attention_cache if cross else past_key_values.self_attention_cache
+    if not isinstance(cache, EncoderDecoderCache):
+        return cache
+    return cache.cross_attention_cache if cross else cache.self_attention_cache
 
 
 def gated_layer(
-    past_key_values: Cache, layer_idx: int, *, cross: bool = False
+    cache: Cache, layer_idx: int, *, cross: bool = False
 ) -> GatedDynamicLayer | GatedStaticLayer:
     """A layer of the decoder's cache, made able to hold gate states.
 
     Args:
-        past_key_values: the cache.
+        cache: the cache.
         layer_idx: of the layer.
         cross: its cross-attention layer, instead of the self-attention one.
 
     Raises:
         ValueError: the cache is of a kind that cannot hold them, or was filled without them.
     """
-    cache = own_cache(past_key_values, cross=cross)
-    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
-        cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[layer_idx]
+    own = own_cache(cache, cross=cross)
+    while len(own.layers) <= layer_idx and own.layer_class_to_replicate is not None:
+        own.layers.append(own.layer_class_to_replicate())
+    layer = own.layers[layer_idx]
     if type(layer) in _GATED and is_empty(layer):
-        cache.layers[layer_idx] = layer = _GATED[type(layer)].in_place_of(layer)
+        own.layers[layer_idx] = layer = _GATED[type(layer)].in_place_of(layer)
     if not isinstance(layer, _GateStates):
         raise ValueError(
-            "past_key_values must be a dynamic or static cache that this model filled, so that its "
+            f"{CACHE_NAME} must be a dynamic or static cache that this model filled, so that its "
             f"gates find their past in it (got layer {type(layer).__name__}). Pass a new "
             "DynamicCache or StaticCache, or none."
         )
@@ -356,7 +357,7 @@ def check_held_keys(cache: Cache, layer_idx: int, new: Tensor) -> None:
     (_, heads, _, size), (_, held_heads, _, held_size) = new.shape, layer.keys.shape
     if (heads, size) != (held_heads, held_size):
         raise ValueError(
-            f"past_key_values must hold keys of this model's heads, {heads} of size {size} in layer "
+            f"{CACHE_NAME} must hold keys of this model's heads, {heads} of size {size} in layer "
             f"{layer_idx} (got {held_heads} of size {held_size}). A PrefixTuningConfig makes them so "
             f"with num_attention_heads={heads}, token_dim={heads * size}."
         )
@@ -377,10 +378,10 @@ def _register_with_exporters() -> None:
         return
 
     # named twice: what names it once may be another's, and would be replaced
-    @register_export_input_preparer("past_key_values", "past_key_values")
+    @register_export_input_preparer(CACHE_NAME, CACHE_NAME)
     def prepare_layers(model: nn.Module, inputs: dict) -> None:
         for cross in (False, True):
-            cache = own_cache(inputs["past_key_values"], cross=cross)
+            cache = own_cache(inputs[CACHE_NAME], cross=cross)
             for layer_idx, layer in enumerate(getattr(cache, "layers", [])):
                 if hasattr(layer, "for_export"):
                     cache.layers[layer_idx] = layer.for_export()

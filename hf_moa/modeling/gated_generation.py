@@ -14,6 +14,7 @@ from transformers.generation import (
 )
 
 from .attention import GatedAttention
+from .cache_name import CACHE_NAME, takes_cache_by_any_name
 
 
 class GatedGenerationMixin(GenerationMixin):
@@ -42,11 +43,12 @@ class GatedGenerationMixin(GenerationMixin):
             kwargs["encoder_outputs"] = type(encoded)(**rows)
         return super().generate(*args, **kwargs)
 
+    @takes_cache_by_any_name
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,
@@ -60,10 +62,10 @@ class GatedGenerationMixin(GenerationMixin):
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
+            **{CACHE_NAME: cache},
             **kwargs,
         )
         prefix = "decoder_" if self.config.is_encoder_decoder else ""
@@ -79,7 +81,7 @@ class GatedGenerationMixin(GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         if cache is None:
             return
         decoder = self.decoder if self.config.is_encoder_decoder else self

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import apply_chunking_to_forward
 
 from .activations import build_activation
 from .attention import AttentionResult
+from .cache_name import takes_cache_by_any_name
 from .cct import attention_dropouts
 from .configuration_moa_bert import MoaBertConfig
 from .expert_linear import ExpertInput, ExpertOutput
@@ -151,6 +152,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
         self.output = MoaBertSublayerOutput(config, dense, dropout=config.hidden_dropout_prob)
         self.feed_forward_gate = build_feed_forward_gate(config, **sizes)
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     def forward(
         self,
@@ -158,7 +160,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
         attention_mask: Any = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
         **kwargs: Any,
@@ -168,7 +170,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
             hidden_states,
             attention_mask,
             padding_mask=padding_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             **kwargs,
         )
         if self.is_decoder and encoder_hidden_states is not None:
@@ -183,7 +185,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
                 encoder_hidden_states=encoder_hidden_states,
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 **kwargs,
             )
         hidden_states, records["ffn"] = self._feed_forward(hidden_states, padding_mask)

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .activations import build_activation
 from .attention_functions import upcast_attention_forward
+from .cache_name import takes_cache_by_any_name
 from .cct import attention_dropouts
 from .configuration_moa_gpt2 import MoaGPT2Config
 from .expert_linear import ExpertInput, ExpertOutput
@@ -146,6 +147,7 @@ class MoaGPT2Block(GradientCheckpointingLayer):
         self.mlp = MoaGPT2MLP(config) if mlp is None else mlp
         self.mlp_dropout = nn.Dropout(config.resid_pdrop)
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     def forward(
         self,
@@ -153,7 +155,7 @@ class MoaGPT2Block(GradientCheckpointingLayer):
         attention_mask: Any = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
         **kwargs: Any,
@@ -163,7 +165,7 @@ class MoaGPT2Block(GradientCheckpointingLayer):
             self.ln_1(hidden_states),
             attention_mask,
             padding_mask=padding_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             **kwargs,
         )
         hidden_states = hidden_states + update
@@ -179,7 +181,7 @@ class MoaGPT2Block(GradientCheckpointingLayer):
                 encoder_hidden_states=encoder_hidden_states,
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 **kwargs,
             )
             hidden_states = hidden_states + update

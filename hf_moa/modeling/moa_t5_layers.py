@@ -17,6 +17,7 @@ from transformers.models.t5.modeling_t5 import (
 )
 
 from .activations import build_activation
+from .cache_name import takes_cache_by_any_name
 from .cct import attention_dropouts
 from .configuration_moa_t5 import MoaT5Config
 from .expert_linear import ExpertInput, ExpertOutput
@@ -80,30 +81,30 @@ class MoaT5Attention(SparseAttention):
     def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
         return self.k(source), self.v(source)
 
+    @takes_cache_by_any_name
     def forward(
         self,
         hidden_states: Tensor,
         *args,
         position_bias: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None, dict[str, Any], Tensor | None]:
         """The update `[B, T, d]`, the attention probabilities (or None), the layer's record, and the
         position bias `[1, heads or N, T, S]` (None in cross-attention)."""
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self._position_bias(hidden_states, past_key_values)
+            position_bias = self._position_bias(hidden_states, cache)
         result = super().forward(
             hidden_states,
             *args,
             position_bias=position_bias,
-            past_key_values=past_key_values,
+            cache=cache,
             **kwargs,
         )
         update = self.update(self.o, result)
         return update, result.attentions, result.record, position_bias
 
-    def _position_bias(self, hidden_states: Tensor, past_key_values: Cache | None) -> Tensor:
-        cache = past_key_values
+    def _position_bias(self, hidden_states: Tensor, cache: Cache | None) -> Tensor:
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
         device, length = hidden_states.device, hidden_states.shape[1]
@@ -251,6 +252,7 @@ class MoaT5Block(GradientCheckpointingLayer):
             self.layer.append(MoaT5LayerCrossAttention(config, layer_idx=layer_idx))
         self.layer.append(MoaT5LayerFF(config))
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     def forward(
         self,
@@ -259,7 +261,7 @@ class MoaT5Block(GradientCheckpointingLayer):
         position_bias: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
         **kwargs: Any,
@@ -270,7 +272,7 @@ class MoaT5Block(GradientCheckpointingLayer):
             attention_mask,
             position_bias=position_bias,
             padding_mask=padding_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             **kwargs,
         )
         if self.is_decoder and encoder_hidden_states is not None:
@@ -280,7 +282,7 @@ class MoaT5Block(GradientCheckpointingLayer):
                 encoder_hidden_states=encoder_hidden_states,
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 **kwargs,
             )
         hidden_states, records["ffn"] = self.layer[-1](hidden_states, padding_mask)

@@ -20,6 +20,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .budgets import BudgetIndex, BudgetList
+from .cache_name import CACHE_NAME, cache_field, takes_cache_by_any_name
 from .cct import ControlNetwork
 from .configuration_moa_t5 import MoaT5Config
 from .gate_step import only_gates_learn_in_gate_phase
@@ -117,6 +118,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embed_tokens = value
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     @merge_with_config_defaults
     @capture_outputs
@@ -127,7 +129,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         budget: Any = None,
         padding_mask: Tensor | None = None,
@@ -154,9 +156,9 @@ class MoaT5Stack(MoaT5PreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         length = inputs_embeds.shape[1]
-        past_key_values = self._cache(past_key_values, use_cache)
+        cache = self._cache(cache, use_cache)
         if padding_mask is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            past = 0 if cache is None else cache.get_seq_length()
             padding_mask = padding_mask_of(attention_mask, length, past)
         budgets = self._resolve_budget(inputs_embeds, budget)
         hidden_states = inputs_embeds if budgets is None else inputs_embeds + budgets.embedding
@@ -172,7 +174,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
             encoder_padding_mask = padding_mask_of(
                 encoder_attention_mask, encoder_hidden_states.shape[1]
             )
-        self_mask = self._self_mask(inputs_embeds, attention_mask, past_key_values)
+        self_mask = self._self_mask(inputs_embeds, attention_mask, cache)
         position_bias, records = None, []
         for block in self.block:
             hidden_states, record, position_bias = block(
@@ -181,7 +183,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
                 position_bias,  # positional, with the next: for reentrant gradient checkpointing
                 encoder_hidden_states,
                 encoder_attention_mask=cross_mask,
-                past_key_values=past_key_values,
+                **{CACHE_NAME: cache},  # as gradient checkpointing looks for it
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
                 **kwargs,
@@ -189,19 +191,19 @@ class MoaT5Stack(MoaT5PreTrainedModel):
             records.append(record)
         return MoaBaseModelOutput(
             last_hidden_state=self.dropout(self.final_layer_norm(hidden_states)),
-            past_key_values=past_key_values,
+            **{CACHE_NAME: cache},
             **collect_gating(
                 self.config, records, budget=budgets, control=self.cct, requested=requested
             ),
         )
 
-    def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         if not self.config.is_decoder:
             if use_cache:
                 raise ValueError("use_cache is for decoders: an encoder has no cache (got True).")
             return None
-        if past_key_values is not None or not use_cache:
-            return past_key_values
+        if cache is not None or not use_cache:
+            return cache
         cache = DynamicCache(config=self.config)
         if not self.config.is_encoder_decoder:
             return cache
@@ -214,12 +216,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
             )
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        return create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=mask,
-            past_key_values=cache,
-        )
+        return create_causal_mask(self.config, inputs_embeds, mask, cache)
 
 
 class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
@@ -269,7 +266,7 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
         decoder_attention_mask: Tensor | None,
         decoder_inputs_embeds: Tensor | None,
         decoder_padding_mask: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         use_cache: bool | None,
         budget: Any,
         **kwargs: Any,
@@ -302,7 +299,7 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
             inputs_embeds=decoder_inputs_embeds,
-            past_key_values=past_key_values,
+            cache=cache,
             encoder_hidden_states=encoder_outputs[0],
             encoder_attention_mask=attention_mask,
             padding_mask=decoder_padding_mask,
@@ -311,7 +308,7 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
             **kwargs,
         )
         return decoder_outputs.last_hidden_state, {
-            "past_key_values": decoder_outputs.past_key_values,
+            **cache_field(decoder_outputs),
             "decoder_hidden_states": decoder_outputs.hidden_states,
             "decoder_attentions": decoder_outputs.attentions,
             "cross_attentions": decoder_outputs.cross_attentions,

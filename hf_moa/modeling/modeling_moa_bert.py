@@ -21,6 +21,7 @@ from transformers.models.bert.modeling_bert import (
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from .cache_name import CACHE_NAME, takes_cache_by_any_name
 from .configuration_moa_bert import MoaBertConfig
 from .gate_step import only_gates_learn_in_gate_phase
 from .gated_model import GatedModel, padding_mask_of
@@ -79,6 +80,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings.word_embeddings = value
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     @merge_with_config_defaults
     @capture_outputs
@@ -91,7 +93,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         budget: float | Tensor | None = None,
         **kwargs: Any,
@@ -115,10 +117,10 @@ class MoaBertModel(MoaBertPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         tokens = inputs_embeds if input_ids is None else input_ids
-        past_key_values = self._cache(past_key_values, use_cache, encoder_hidden_states)
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = self._cache(cache, use_cache, encoder_hidden_states)
+        past_length = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
-            self._check_length(past_length + tokens.shape[1])
+            position_ids = self._positions(past_length, tokens.shape[1])
         choice = self._resolve_budget(tokens, budget)
         hidden_states = self.embeddings(
             input_ids=input_ids,
@@ -126,16 +128,15 @@ class MoaBertModel(MoaBertPreTrainedModel):
             control_symbol=None if choice is None else choice.embedding,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
-            past_key_values_length=past_length,
         )
         hidden_states, records = self.encoder(
             hidden_states,
-            self._self_mask(hidden_states, attention_mask, past_key_values),
+            self._self_mask(hidden_states, attention_mask, cache),
             encoder_hidden_states,  # positional, for reentrant gradient checkpointing
             encoder_attention_mask=self._cross_mask(
                 hidden_states, encoder_hidden_states, encoder_attention_mask
             ),
-            past_key_values=past_key_values,
+            **{CACHE_NAME: cache},  # as gradient checkpointing looks for it
             padding_mask=padding_mask_of(attention_mask, tokens.shape[1], past_length),
             encoder_padding_mask=(
                 None
@@ -147,7 +148,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         return MoaModelOutput(
             last_hidden_state=hidden_states,
             pooler_output=None if self.pooler is None else self.pooler(hidden_states),
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE_NAME: cache if use_cache else None},
             **collect_gating(
                 self.config,
                 records,
@@ -159,12 +160,12 @@ class MoaBertModel(MoaBertPreTrainedModel):
 
     def _cache(
         self,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         use_cache: bool | None,
         encoder_hidden_states: Tensor | None,
     ) -> Cache | None:
-        if past_key_values is not None:
-            return past_key_values
+        if cache is not None:
+            return cache
         if not (self.config.is_decoder and use_cache):
             return None
         cache = DynamicCache(config=self.config)
@@ -172,22 +173,18 @@ class MoaBertModel(MoaBertPreTrainedModel):
             return cache
         return EncoderDecoderCache(cache, DynamicCache(config=self.config))
 
-    def _check_length(self, length: int) -> None:
-        limit = self.config.max_position_embeddings
+    def _positions(self, past: int, new: int) -> Tensor:
+        length, limit = past + new, self.config.max_position_embeddings
         if length > limit:
             raise ValueError(
                 f"The sequence must be at most max_position_embeddings={limit} tokens long (got "
                 f"{length}). Truncate it in the tokenizer: truncation=True, max_length={limit}."
             )
+        return self.embeddings.position_ids[:, past:length]
 
     def _self_mask(self, hidden_states: Tensor, mask: Tensor | None, cache: Cache | None) -> Any:
         if self.config.is_decoder:
-            return create_causal_mask(
-                config=self.config,
-                inputs_embeds=hidden_states,
-                attention_mask=mask,
-                past_key_values=cache,
-            )
+            return create_causal_mask(self.config, hidden_states, mask, cache)
         return create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=mask
         )

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from .cache_name import CACHE_NAME, cache_field, takes_cache_by_any_name
 from .configuration_moa_gpt2 import MoaGPT2Config
 from .gate_step import only_gates_learn_in_gate_phase
 from .gated_generation import GatedGenerationMixin
@@ -97,13 +98,14 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.wte = value
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     @merge_with_config_defaults
     @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -139,11 +141,11 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
             input_ids = input_ids.view(-1, input_ids.shape[-1])
             inputs_embeds = self.wte(input_ids)
         length = inputs_embeds.shape[1]
-        past_key_values = self._cache(past_key_values, use_cache)
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = self._cache(cache, use_cache)
+        past = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
             position_ids = self._positions(length, past, inputs_embeds.device)
-        elif attention_mask is None and past_key_values is None:
+        elif attention_mask is None and cache is None:
             refuse_packed_rows(self.config, position_ids)
         if padding_mask is None:
             padding_mask = padding_mask_of(attention_mask, length, past)
@@ -154,13 +156,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
         if budgets is not None:
             hidden_states = hidden_states + budgets.embedding
         hidden_states = self.drop(hidden_states)
-        causal_mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache, position_ids)
         encoder_padding_mask = None
         if encoder_hidden_states is not None:
             encoder_padding_mask = padding_mask_of(
@@ -179,7 +175,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
                 causal_mask,
                 encoder_hidden_states,  # positional, for reentrant gradient checkpointing
                 encoder_attention_mask=encoder_attention_mask,
-                past_key_values=past_key_values,
+                **{CACHE_NAME: cache},  # as gradient checkpointing looks for it
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
                 position_ids=position_ids,
@@ -188,16 +184,16 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
             records.append(record)
         return MoaBaseModelOutput(
             last_hidden_state=self.ln_f(hidden_states),
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE_NAME: cache if use_cache else None},
             **collect_gating(
                 self.config, records, budget=budgets, control=self.cct, requested=requested
             ),
         )
 
-    def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         if not use_cache:
-            return past_key_values
-        cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
+            return cache
+        cache = DynamicCache(config=self.config) if cache is None else cache
         if self.config.add_cross_attention and not isinstance(cache, EncoderDecoderCache):
             cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
         return cache
@@ -225,12 +221,13 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -257,7 +254,7 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.transformer(
             input_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
@@ -279,7 +276,7 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
         return MoaCausalLMOutput(
             loss=self._with_aux_loss(loss, outputs, share),
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **cache_field(outputs),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
@@ -299,12 +296,13 @@ class MoaGPT2ForSequenceClassification(MoaGPT2PreTrainedModel):
         self.score = nn.Linear(config.n_embd, config.num_labels, bias=False)
         self.post_init()
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -324,7 +322,7 @@ class MoaGPT2ForSequenceClassification(MoaGPT2PreTrainedModel):
         """
         outputs = self.transformer(
             input_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
@@ -343,7 +341,7 @@ class MoaGPT2ForSequenceClassification(MoaGPT2PreTrainedModel):
         return MoaSequenceClassifierOutputWithPast(
             loss=self._with_aux_loss(loss, outputs),
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **cache_field(outputs),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             **gating_fields(outputs),
@@ -386,12 +384,13 @@ class MoaGPT2ForTokenClassification(MoaGPT2PreTrainedModel):
         self.classifier = nn.Linear(config.n_embd, config.num_labels)
         self.post_init()
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -409,7 +408,7 @@ class MoaGPT2ForTokenClassification(MoaGPT2PreTrainedModel):
         """
         outputs = self.transformer(
             input_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,

@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceCl
 from transformers.models.t5.modeling_t5 import T5ClassificationHead
 from transformers.utils.generic import can_return_tuple
 
+from .cache_name import cache_field, takes_cache_by_any_name
 from .configuration_moa_t5 import MoaT5Config
 from .gate_step import only_gates_learn_in_gate_phase
 from .gated_generation import GatedGenerationMixin
@@ -41,6 +42,7 @@ class MoaT5Model(MoaT5EncoderDecoder):
         super().__init__(config)
         self.post_init()
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     @can_return_tuple
     def forward(
@@ -50,7 +52,7 @@ class MoaT5Model(MoaT5EncoderDecoder):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
@@ -82,7 +84,7 @@ class MoaT5Model(MoaT5EncoderDecoder):
             decoder_attention_mask=decoder_attention_mask,
             decoder_inputs_embeds=decoder_inputs_embeds,
             decoder_padding_mask=decoder_padding_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             budget=budget,
             **kwargs,
@@ -108,6 +110,7 @@ class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
         """Labels `[B, T]`, shifted right behind the start token."""
         return self._shift_right(labels)
 
+    @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     @can_return_tuple
     def forward(
@@ -117,7 +120,7 @@ class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
@@ -148,7 +151,7 @@ class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
             decoder_attention_mask=decoder_attention_mask,
             decoder_inputs_embeds=decoder_inputs_embeds,
             decoder_padding_mask=decoder_padding_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             budget=budget,
             **kwargs,
@@ -283,7 +286,7 @@ class MoaT5ForSequenceClassification(MoaT5PreTrainedModel):
         return MoaSeq2SeqSequenceClassifierOutput(
             loss=self._with_aux_loss(loss, outputs),
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **cache_field(outputs),
             decoder_hidden_states=outputs.decoder_hidden_states,
             decoder_attentions=outputs.decoder_attentions,
             cross_attentions=outputs.cross_attentions,
@@ -413,7 +416,7 @@ class MoaT5ForQuestionAnswering(MoaT5EncoderDecoder):
             decoder_attention_mask=decoder_attention_mask,
             decoder_inputs_embeds=decoder_inputs_embeds,
             decoder_padding_mask=decoder_padding_mask,
-            past_key_values=None,
+            cache=None,
             use_cache=False if labelled else use_cache,
             budget=budget,
             **kwargs,

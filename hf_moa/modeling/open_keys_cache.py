@@ -214,24 +214,24 @@ def open_keys_pay(
     return bool(used <= LARGEST_SHARE * full)
 
 
-def open_in_place(past_key_values: Cache, layer_idx: int, *, cross: bool) -> OpenKeysLayer | None:
+def open_in_place(cache: Cache, layer_idx: int, *, cross: bool) -> OpenKeysLayer | None:
     """Make a dynamic layer of the decoder's cache hold open keys alone from now on; None for one that
     is offloaded.
 
     Args:
-        past_key_values: the cache.
+        cache: the cache.
         layer_idx: of the layer.
         cross: its cross-attention layer, instead of the self-attention one.
     """
-    cache = own_cache(past_key_values, cross=cross)
-    if cache.offloading:
+    own = own_cache(cache, cross=cross)
+    if own.offloading:
         return None
-    cache.layers[layer_idx] = layer = OpenKeysLayer.in_place_of(cache.layers[layer_idx])
+    own.layers[layer_idx] = layer = OpenKeysLayer.in_place_of(own.layers[layer_idx])
     return layer
 
 
-def spread_open_keys(past_key_values: Cache, layer_idx: int, *, cross: bool) -> None:
+def spread_open_keys(cache: Cache, layer_idx: int, *, cross: bool) -> None:
     """Make a layer hold all keys, for attention that needs them."""
-    cache = own_cache(past_key_values, cross=cross)
-    if layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], OpenKeysLayer):
-        cache.layers[layer_idx] = cache.layers[layer_idx].spread()
+    layers = own_cache(cache, cross=cross).layers
+    if layer_idx < len(layers) and isinstance(layers[layer_idx], OpenKeysLayer):
+        layers[layer_idx] = layers[layer_idx].spread()

@@ -58,9 +58,11 @@ class _WithAuxLoss(ModelOutput):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As its parent's, which goes through all fields for each: a good part of a decoding step."""
-        if value is not None and name in self.__dataclass_fields__:
+        if name not in self.__dataclass_fields__:
+            return super().__setattr__(name, value)
+        if value is not None:
             OrderedDict.__setitem__(self, name, value)
-        object.__setattr__(self, name, value)
+        return object.__setattr__(self, name, value)
 
     def to_tuple(self) -> tuple:
         """As the backbone's, the gates' fields behind: captured hidden states and attentions join an

@@ -151,7 +151,7 @@ class SparseAttention(GatedAttention):
         self, call: AttentionCall, query_rows: TokenRows, key_rows: TokenRows | None
     ) -> bool:
         """Whether attention without a cache leaves skipped keys out too."""
-        if not self._is_sdpa() or call.past_key_values is not None:
+        if not self._is_sdpa() or call.cache is not None:
             return False
         if call.position_bias is None or self.config.cct_execution == "sparse":
             return True
@@ -159,15 +159,15 @@ class SparseAttention(GatedAttention):
 
     def _cached_open_keys(self, call: AttentionCall, gates: AttentionGates) -> OpenKeysLayer | None:
         """The layer of the cache that holds open keys alone, or does from this call on."""
-        if call.past_key_values is None:
+        if call.cache is None:
             return None
         place = {"layer_idx": self.layer_idx, "cross": self.is_cross_attention}
-        layer = gated_layer(call.past_key_values, **place)
+        layer = gated_layer(call.cache, **place)
         if isinstance(layer, OpenKeysLayer):
             return layer if self._is_sdpa() else None
         if type(layer) is not GatedDynamicLayer or not self._opens(layer, gates):
             return None
-        return open_in_place(call.past_key_values, **place)
+        return open_in_place(call.cache, **place)
 
     def _opens(self, layer: GatedDynamicLayer, gates: AttentionGates) -> bool:
         """Whether a layer of the cache holds open keys alone from now on."""

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_moa import MoaBertModel
 from hf_moa.modeling import gate_cache
+from hf_moa.modeling.cache_name import CACHE_NAME
 from hf_moa.modeling.gate_cache import CROP_RESERVE, GatedDynamicLayer
 from hf_moa.modeling.gate_norm import GateBatchNorm
 from hf_moa.modeling.mae import MAE_PHASES
@@ -371,7 +372,7 @@ def test_cache_of_another_model_is_refused():
     ids, _ = batch(length=6)
     _, cache = decoder(decoder.build(), ids, use_cache=True)
     gated = decoder.build(attention_type="mae")
-    with pytest.raises(ValueError, match="past_key_values"):
+    with pytest.raises(ValueError, match=CACHE_NAME):
         decoder(gated, ids[:, :1], cache=cache, use_cache=True)
 
 
