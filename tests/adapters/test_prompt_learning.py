@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from adapted import needs_peft_of_transformers
 from common import VARIANTS
 from families import CASE
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -46,6 +47,7 @@ def test_prompt_tuning(task_type, variant):
     check_trains_and_generates(task_type, variant, config)
 
 
+@needs_peft_of_transformers
 @each_task
 @pytest.mark.parametrize(("variant", "sizes"), [("mha", {}), ("moa", SHARED_HEAD)])
 def test_prefix_tuning(task_type, variant, sizes):
