@@ -1,9 +1,11 @@
 """What the example scripts share about PEFT adapters: FTG, FTG+, and LoRA as the yardstick."""
 
+import copy
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from gating_arguments import optional
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
@@ -73,7 +75,7 @@ def adapt(
 ) -> nn.Module:
     """The model with the adapter in it, or as it is.
 
-    A base that is on no disk yet, since it has just been converted, is saved to `base_folder`: the
+    A base that is on no disk yet, as one that has just been converted, is saved to `base_folder`: the
     adapter's files name it.
 
     Raises:
@@ -95,13 +97,25 @@ def adapt(
 
 
 def _is_stored(model: PreTrainedModel) -> bool:
-    """Whether `name_or_path` names a checkpoint of this class, converted or not."""
-    config = type(model.config)
+    """Whether `name_or_path` alone gives the model, but for a head, which an adapter has a copy of.
+
+    It does not where the model has been converted, its embeddings resized, or a part drawn anew.
+    """
+    config, name = model.config, model.name_or_path
     try:
-        stored = config.get_config_dict(model.name_or_path)[0]
+        kind = type(config).get_config_dict(name)[0].get("model_type")
     except OSError:
         return False
-    return stored.get("model_type") == model.config.model_type
+    if kind != config.model_type:
+        return False
+    with torch.random.fork_rng(devices=[]):  # what is drawn here changes no number of the run
+        stored = type(model).from_pretrained(
+            name, config=copy.deepcopy(config), dtype=model.dtype, ignore_mismatched_sizes=True
+        )
+    found, expected = (each.base_model.state_dict() for each in (stored, model))
+    return found.keys() == expected.keys() and all(
+        torch.equal(tensor, found[key].to(tensor.device)) for key, tensor in expected.items()
+    )
 
 
 def train_head(model: PreTrainedModel, further: list[str]) -> PreTrainedModel:

@@ -185,13 +185,37 @@ def test_adapter_is_saved_beside_its_base_and_loads(run_glue, arguments, adapter
     buffers = [name for name in stored if "running_" in name or "num_batches" in name]
     assert trained == sum(t.numel() for name, t in stored.items() if name not in buffers)
 
-    # The loaded adapter answers as the trained one did.
-    args = run_glue.MoaTrainingArguments(str(saved.parent / "again"), use_cpu=True)
+    assert_answers_as_trained(run_glue, arguments, model)
+
+
+def assert_answers_as_trained(run_glue, arguments, model):
+    """That a loaded adapter has the loss of the one that was trained."""
+    folder = Path(arguments["output_dir"])
+    args = run_glue.MoaTrainingArguments(str(folder / "again"), use_cpu=True)
     data_args = run_glue.DataTrainingArguments("mrpc", data_dir=arguments["data_dir"], max_seq_length=24)
     raw = run_glue.load_raw_datasets(None, data_args)["validation"]
-    data = run_glue.tokenize(raw, BertTokenizer.from_pretrained(saved.parent), data_args, [0, 1])
+    data = run_glue.tokenize(raw, BertTokenizer.from_pretrained(folder), data_args, [0, 1])
     loss = run_glue.MoaTrainer(model=model, args=args, eval_dataset=data).evaluate()["eval_loss"]
     assert loss == pytest.approx(read_json(arguments, "eval_results.json")["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("has_pooler", [False, True])
+def test_adapter_of_a_gated_checkpoint(run_glue, arguments, has_pooler, tmp_path):
+    """What the checkpoint lacks beside the head, as a masked language model the pooler, is drawn anew:
+    the adapter's base is then another model."""
+    base = tmp_path / "gated"
+    config = BertConfig.from_pretrained(arguments["model_name_or_path"])
+    config = hf_moa.MoaBertConfig(**config.to_dict() | {"attention_type": "mae"})
+    torch.manual_seed(0)
+    gated = hf_moa.MoaBertModel(config) if has_pooler else hf_moa.MoaBertForMaskedLM(config)
+    gated.save_pretrained(base)
+    BertTokenizer.from_pretrained(arguments["model_name_or_path"]).save_pretrained(base)
+    arguments.update(model_name_or_path=str(base), adapter="ftg", eval_strategy="epoch")
+    run_glue.main(command_line(arguments))
+    model = AutoPeftModelForSequenceClassification.from_pretrained(arguments["output_dir"], num_labels=2)
+    named = Path(model.peft_config["default"].base_model_name_or_path)
+    assert named == (base if has_pooler else Path(arguments["output_dir"], "base_model"))
+    assert_answers_as_trained(run_glue, arguments, model)
 
 
 @pytest.mark.parametrize("match", ["ftg", "ftg+"])
