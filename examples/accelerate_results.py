@@ -58,11 +58,20 @@ class TrainingLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
-    def cut(self, step: int) -> None:
-        """Drop what comes after a step, and will come again."""
-        if self.path.is_file():
-            kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
-            self.path.write_text("".join(f"{line}\n" for line in kept))
+    def cut(self, step: int, *, evaluates_again: bool) -> None:
+        """Drop what comes after a step, and will come again.
+
+        Args:
+            evaluates_again: whether the evaluation at that step will, too.
+        """
+        if not self.path.is_file():
+            return
+        kept = []
+        for line in self.path.read_text().splitlines():
+            at = _step_of(line)
+            if at < step or (at == step and not (evaluates_again and "loss" not in json.loads(line))):
+                kept.append(f"{line}\n")
+        self.path.write_text("".join(kept))
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -450,7 +450,10 @@ class GatedTraining:
         self.accelerator.load_state(str(folder))
         self.progress = found
         if self.accelerator.is_main_process:
-            self.training_log.cut(found.step)
+            at_end_of_epoch = found.batches_in_epoch == len(self.loader)
+            self.training_log.cut(
+                found.step, evaluates_again=at_end_of_epoch and self.args.eval_steps is None
+            )
         logger.info(f"Resuming from {folder}.")
 
     def _write_model(self, folder: Path) -> None:

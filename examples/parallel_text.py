@@ -3,8 +3,10 @@ and measure BLEU on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from operator import add
 
 import numpy as np
@@ -253,29 +255,26 @@ class BleuMetric:
     """`compute_metrics` of a trainer that generates.
 
     The trainer hands over labels, which are cut off and may not decode to what the file says, in an
-    order of its own (`group_by_length`): a reference is found by its labels.
+    order of its own (`group_by_length`): a reference is found by the ids of its pair. Pairs of the same
+    ids, which are translated alike, take turns.
 
     Args:
-        datasets: what will be evaluated on, from `tokenize`.
+        dataset: what will be evaluated on, from `tokenize`. The trainer must hand over its inputs:
+            `include_for_metrics=["inputs"]`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, datasets: list[Dataset]):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, dataset: Dataset):
         self.tokenizer = tokenizer
         self.bleu = BLEU()
-        self.references: dict[bytes, str] = {}
-        for dataset in datasets:
-            for labels, target in zip(dataset["labels"], dataset["target"], strict=True):
-                known = self.references.setdefault(self._key(np.array(labels)), target)
-                if known != target:
-                    raise ValueError(
-                        "`val_max_target_length`, or else `max_target_length`, must tell the targets "
-                        f"apart: cut off, two are the same ({known!r} and {target!r}). Give a larger "
-                        "one."
-                    )
+        self.references: dict[tuple[bytes, bytes], list[str]] = defaultdict(list)
+        columns = (dataset[name] for name in ("input_ids", "labels", "target"))
+        for inputs, labels, target in zip(*columns, strict=True):
+            self.references[self._key(inputs, labels)].append(target)
 
-    def _key(self, labels: np.ndarray) -> bytes:
-        kept = labels[(labels != IGNORE_INDEX) & (labels != self.tokenizer.pad_token_id)]
-        return kept.astype(np.int64).tobytes()
+    def _key(self, *ids: Sequence[int]) -> tuple[bytes, ...]:
+        padding = (IGNORE_INDEX, self.tokenizer.pad_token_id)
+        arrays = (np.asarray(each, dtype=np.int64) for each in ids)
+        return tuple(each[~np.isin(each, padding)].tobytes() for each in arrays)
 
     def decode(self, predictions) -> list[str]:
         """`[N, T]` generated ids, padded with -100 too, as plain text."""
@@ -285,7 +284,9 @@ class BleuMetric:
 
     def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
         translations = self.decode(prediction.predictions)
-        references = [self.references[self._key(labels)] for labels in prediction.label_ids]
+        rows = zip(prediction.inputs, prediction.label_ids, strict=True)
+        turns = {key: cycle(targets) for key, targets in self.references.items()}
+        references = [next(turns[self._key(*row)]) for row in rows]
         return {"bleu": self.bleu.corpus_score(translations, [references]).score}
 
     @property

@@ -92,7 +92,8 @@ def write_results(trainer: MoaSeq2SeqTrainer, metrics: dict, prefix: str, bleu: 
     trainer.save_metrics(prefix, metrics)
 
 
-def predict(trainer: MoaSeq2SeqTrainer, dataset: Dataset, bleu: BleuMetric) -> None:
+def predict(trainer: MoaSeq2SeqTrainer, dataset: Dataset) -> None:
+    trainer.compute_metrics = bleu = BleuMetric(trainer.processing_class, dataset)
     prediction = trainer.predict(dataset, metric_key_prefix="predict")
     metrics = {**prediction.metrics, "predict_samples": len(dataset)}
     write_results(trainer, metrics, "predict", bleu)
@@ -156,14 +157,17 @@ def main(args: list[str] | None = None) -> None:
         training_args.generation_num_beams = data_args.num_beams
     if training_args.generation_max_length is None:
         training_args.generation_max_length = data_args.target_length("validation")
-    bleu = BleuMetric(tokenizer, [sets[split] for split in ("validation", "test") if split in sets])
+    bleu = None
+    if training_args.predict_with_generate and "validation" in sets:
+        bleu = BleuMetric(tokenizer, sets["validation"])
+        training_args.include_for_metrics = [*training_args.include_for_metrics, "inputs"]
     on_tensor_cores = (training_args.fp16 or training_args.bf16) and not training_args.use_cpu
     trainer = MoaSeq2SeqTrainer(
         model=model,
         args=training_args,
         train_dataset=sets["train"] if training_args.do_train else None,
         eval_dataset=sets.get("validation"),
-        compute_metrics=bleu if training_args.predict_with_generate else None,
+        compute_metrics=bleu,
         processing_class=tokenizer,
         # Tensor cores want lengths that are multiples of 8.
         data_collator=DataCollatorForSeq2Seq(
@@ -183,7 +187,7 @@ def main(args: list[str] | None = None) -> None:
     if gating_args.eval_budgets:
         evaluate_at_budgets(trainer, {"validation": sets["validation"]})
     if training_args.do_predict:
-        predict(trainer, sets["test"], bleu)
+        predict(trainer, sets["test"])
     finish(
         trainer,
         finetuned_from=model_args.model_name_or_path,

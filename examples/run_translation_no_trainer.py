@@ -102,7 +102,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     if "validation" in sets:
         metric = None
         if data_args.predict_with_generate:
-            metric = BleuMetric(tokenizer, [sets["validation"]])
+            metric = BleuMetric(tokenizer, sets["validation"])
         loader = accelerator.prepare_data_loader(
             DataLoader(
                 sets["validation"].select_columns(columns),
@@ -115,7 +115,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
             losses = mean_over_labels(accelerator, model, loader, shifts_labels=False)
             if metric is None:
                 return losses
-            translations, references = [], []
+            rows = [], [], []  # sources, translations, labels
             for batch in loader:
                 with torch.no_grad():
                     ids = accelerator.unwrap_model(model).generate(
@@ -124,11 +124,18 @@ def main(args: list[str] | None = None) -> dict[str, float]:
                         num_beams=data_args.num_beams,
                         max_length=data_args.target_length("validation"),
                     )
-                ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
-                labels = accelerator.pad_across_processes(batch["labels"], dim=1, pad_index=IGNORE_INDEX)
-                for found, each in ((translations, ids), (references, labels)):
+                sources, ids, labels = (
+                    accelerator.pad_across_processes(each, dim=1, pad_index=pad)
+                    for each, pad in (
+                        (batch["input_ids"], tokenizer.pad_token_id),
+                        (ids, tokenizer.pad_token_id),
+                        (batch["labels"], IGNORE_INDEX),
+                    )
+                )
+                for found, each in zip(rows, (sources, ids, labels), strict=True):
                     found.extend(accelerator.gather_for_metrics(each).cpu().numpy())
-            bleu = metric(EvalPrediction(_padded(translations), _padded(references)))
+            sources, translations, labels = map(_padded, rows)
+            bleu = metric(EvalPrediction(translations, labels, sources))
             logger.info(f"sacreBLEU: {metric.signature}")
             return {**losses, **bleu}
 

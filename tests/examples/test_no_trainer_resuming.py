@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from accelerate_checkpoints import find_checkpoints
-from accelerate_runs import SCRIPTS, cut_unevenly, log, run, weights
+from accelerate_runs import SCRIPTS, cut_unevenly, evaluations, log, run, weights
 from script_runs import command_line
 
 
@@ -122,6 +122,20 @@ run_clm_no_trainer.main({command_line(values)!r})
     expected = weights(other)
     for name, tensor in weights(values).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_an_evaluation_stands_in_the_log_once(arguments, tmp_path):
+    """Also at the end of an epoch, in whose last update a run has been stopped."""
+    values = arguments("clm", checkpointing_steps=1, num_train_epochs=3, max_train_steps=None)
+    run("clm", values)
+    expected = evaluations(values)
+    first, second = (entry["step"] for entry in expected)
+    for step in (first, first + 1, second):
+        parts = values | {"output_dir": tmp_path / f"after-{step}"}
+        shutil.copytree(tmp_path / "out" / f"step_{step}", parts["output_dir"] / f"step_{step}")
+        shutil.copy(tmp_path / "out" / "log.jsonl", parts["output_dir"])
+        run("clm", parts | {"resume_from_checkpoint": "latest"})
+        assert evaluations(parts) == expected
 
 
 def test_residues_of_a_kill_do_not_stop_the_resumed_run(arguments, tmp_path):

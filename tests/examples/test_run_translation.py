@@ -12,10 +12,14 @@ import sacrebleu
 import torch
 from peft import PeftModel
 from script_runs import command_line, read_json
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     EvalPrediction,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -136,14 +140,46 @@ def test_references_are_found_in_any_order_and_are_not_cut_off(arguments):
     tokenizer = run_translation.train_tokenizer(pairs, 300)
     data_args = run_translation.DataTrainingArguments(max_target_length=6)
     dataset = run_translation.tokenize(pairs, tokenizer, data_args, None)
-    metric = run_translation.BleuMetric(tokenizer, [dataset])
+    metric = run_translation.BleuMetric(tokenizer, dataset)
+    order = (3, 0, 4, 1, 2)
     labels = np.full((5, 9), -100)
-    for row, i in zip(labels, (3, 0, 4, 1, 2), strict=True):
+    for row, i in zip(labels, order, strict=True):
         row[:6] = dataset["labels"][i]
     labels[labels[:, 6:].sum() :, 7] = tokenizer.pad_token_id
-    whole = tokenizer([pairs["target"][i] for i in (3, 0, 4, 1, 2)], padding=True, return_tensors="np")
+    inputs = padded_rows([dataset["input_ids"][i] for i in order])
+    whole = tokenizer([pairs["target"][i] for i in order], padding=True, return_tensors="np")
     predictions = np.pad(whole["input_ids"], ((0, 0), (0, 2)), constant_values=-100)
-    assert metric(EvalPrediction(predictions, labels))["bleu"] == pytest.approx(100)
+    assert metric(EvalPrediction(predictions, labels, inputs))["bleu"] == pytest.approx(100)
+
+
+def padded_rows(rows):
+    return np.array([[*row, *[-100] * (max(map(len, rows)) - len(row))] for row in rows])
+
+
+def test_targets_of_the_same_ids_are_told_apart():
+    """As of characters that the tokenizer does not know."""
+    targets = [f"one one one one {last}" for last in ("snowman", "comet", "umbrella")]
+    pairs = {"source": ["eins", "zwei", "eins"], "target": targets}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"?": 0, "</s>": 1, "eins": 2, "zwei": 3, "one": 4}, "?")),
+        unk_token="?",
+        pad_token="</s>",
+        eos_token="</s>",
+    )
+    tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
+    data_args = run_translation.DataTrainingArguments()
+    dataset = run_translation.tokenize(pairs, tokenizer, data_args, None)
+    assert dataset["labels"][0] == dataset["labels"][1]
+    metric = run_translation.BleuMetric(tokenizer, dataset)
+    metric.decode = list
+    for rows in ([0, 1, 2], [1, 0, 2]):
+        inputs, labels = (
+            padded_rows([dataset[name][i] for i in rows]) for name in ("input_ids", "labels")
+        )
+        translations = [targets[i] for i in rows]
+        assert metric(EvalPrediction(translations, labels, inputs))["bleu"] == pytest.approx(100)
+        wrong = [translations[i] for i in (1, 0, 2)]
+        assert metric(EvalPrediction(wrong, labels, inputs))["bleu"] < 99
 
 
 def only_data(arguments):
