@@ -77,7 +77,7 @@ def pretrain(
     return model, MaskedLanguageResult(
         loss_before=loss_before,
         loss_after=masked_loss(model, heldout),
-        unigram=_unigram_loss(blocks, heldout, len(tokenizer)),
+        unigram=_unigram_loss(blocks, heldout, tokenizer),
         steps=trainer.state.global_step,
     )
 
@@ -219,9 +219,13 @@ def _mask_once(
     ]
 
 
-def _unigram_loss(blocks: list[dict], heldout: list[dict[str, torch.Tensor]], vocab_size: int) -> float:
-    counts = Counter(token for block in blocks for token in block["input_ids"])
-    total = sum(counts.values()) + vocab_size  # each token counts once more than it was seen
+def _unigram_loss(
+    blocks: list[dict], heldout: list[dict[str, torch.Tensor]], tokenizer: PreTrainedTokenizerBase
+) -> float:
+    special = set(tokenizer.all_special_ids)  # which are never masked
+    tokens = (token for block in blocks for token in block["input_ids"])
+    counts = Counter(token for token in tokens if token not in special)
+    total = sum(counts.values()) + len(tokenizer) - len(special)  # once more than each was seen
     labels = torch.cat([batch["labels"].flatten() for batch in heldout])
     hidden = labels[labels != -100].tolist()
     return -sum(math.log((counts[token] + 1) / total) for token in hidden) / len(hidden)

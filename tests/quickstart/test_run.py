@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hf_moa.quickstart.reload import ReloadError, check_reload
 from hf_moa.quickstart.run import run_quickstart
 from hf_moa.quickstart.settings import QuickstartSettings
 from hf_moa.quickstart.tokenizer import train_tokenizer
+from hf_moa.quickstart.train import _unigram_loss
 from hf_moa_cli import main
 
 LABELS = ["asyncio", "email"]
@@ -48,6 +50,16 @@ def model(tokenizer):
 def examples():
     texts = ["Return the name.", "The widget.", "Return a name of a name.", "Widget"]
     return [Example(text, i % 2) for i, text in enumerate(texts)]
+
+
+def test_token_frequencies_leave_out_what_is_never_masked(tokenizer):
+    """Were [CLS] and [SEP] counted, half of the tokens below would be of them."""
+    ids = tokenizer("the name")["input_ids"]
+    the, name = ids[1:3]
+    heldout = [{"labels": torch.tensor([[-100, the, name, -100], [-100, the, -100, -100]])}]
+    found = _unigram_loss([{"input_ids": ids}] * 3, heldout, tokenizer)
+    kinds = len(tokenizer) - len(tokenizer.all_special_ids)
+    assert found == pytest.approx(-math.log((3 + 1) / (6 + kinds)))
 
 
 def test_expert_weights_are_the_mean_over_the_texts_of_a_class(model, tokenizer, examples):
