@@ -274,6 +274,8 @@ def _hyperparameters(trainer: Trainer) -> dict[str, Any]:
         "weight_decay": args.weight_decay,
         "max_grad_norm": args.max_grad_norm,
     }
+    if args.warmup_steps:  # below 1 a share of all steps
+        found["lr_scheduler_warmup_steps"] = args.get_warmup_steps(state.max_steps)
     if args.bf16:
         found["mixed_precision_training"] = "bfloat16"
     mae_training = getattr(trainer, "mae_training", None)

@@ -18,7 +18,7 @@ from hf_moa.training import evaluate_budgets
 
 
 def test_saving_writes_the_card(tmp_path, offline):
-    made = run("bert", build("bert", **FIELDS), tmp_path / "run", max_steps=2, **LOGS)
+    made = run("bert", build("bert", **FIELDS), tmp_path / "run", max_steps=2, warmup_steps=0.5, **LOGS)
     assert not (tmp_path / "run" / "README.md").exists()
     rows = evaluate_budgets(made)
     made.save_model()
@@ -35,6 +35,7 @@ def test_saving_writes_the_card(tmp_path, offline):
     )
     assert hyperparameters["cct_noise_steps"] == "-1"
     assert hyperparameters["steps_done"] == "2"
+    assert hyperparameters["lr_scheduler_warmup_steps"] == "1"  # the half of them
     assert hyperparameters["train_batch_size"] == "4"
     assert f"- hf_moa {hf_moa.__version__}" in text["Training hyperparameters"]
     assert text["Training data"].strip().splitlines()[2:] == [
