@@ -327,6 +327,7 @@ def main(args: list[str] | None = None) -> None:
         processing_class=tokenizer,
         data_collator=collator,
     )
+    trainer.model_accepts_loss_kwargs = False  # the loss is a mean, transformers' own models' too
     if training_args.do_train:
         train(trainer, checkpoint)
     # by length, predictions would be in another order than their rows

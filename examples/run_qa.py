@@ -194,6 +194,7 @@ def main(args: list[str] | None = None) -> None:
         if data_args.pad_to_max_length
         else DataCollatorWithPadding(tokenizer),
     )
+    trainer.model_accepts_loss_kwargs = False  # the loss is a mean, transformers' own models' too
     if training is not None:
         train(trainer, checkpoint)
     # the metric wants the order of the windows

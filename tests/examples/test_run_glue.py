@@ -218,6 +218,22 @@ def test_adapter_of_a_gated_checkpoint(run_glue, arguments, has_pooler, tmp_path
     assert_answers_as_trained(run_glue, arguments, model)
 
 
+@pytest.mark.parametrize("attention_type", ["none", "mae"])
+def test_accumulated_batches_have_the_loss_of_whole_ones(run_glue, arguments, attention_type):
+    """Of transformers' own model too, whose heads take a mean whatever `Trainer` asks for."""
+    arguments.update(attention_type=attention_type, learning_rate=0.0, max_steps=2)
+    losses = []
+    for size, accumulated in ((8, 1), (2, 4)):
+        arguments.update(
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulated,
+            output_dir=f"{arguments['output_dir']}-{size}",
+        )
+        run_glue.main(command_line(arguments))
+        losses.append(read_json(arguments, "train_results.json")["train_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=0.1)  # dropout draws differ
+
+
 @pytest.mark.parametrize("match", ["ftg", "ftg+"])
 def test_lora_has_as_many_parameters_as_the_gates(run_glue, arguments, match):
     counts = []
