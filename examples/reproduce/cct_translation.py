@@ -132,14 +132,15 @@ def trained_model(variant: str, seed: int, options: argparse.Namespace) -> Path:
     if variant in GATED:
         fields, flags = GATED[variant]
         gates = run_folder(Path(options.models_dir, "converted"), variant, seed)
-        start = converted(start, fields, seed, gates)
+        write_converted(start, fields, seed, gates)
+        start = gates
         further = FURTHER | flags
     train(further, steps=FURTHER_STEPS, folder=folder, start=start)
     return folder
 
 
-def converted(plain: Path, fields: dict[str, Any], seed: int, folder: Path) -> Path:
-    """The folder, with the model of a plain checkpoint that has been given gates."""
+def write_converted(plain: Path, fields: dict[str, Any], seed: int, folder: Path) -> None:
+    """Write the model of a plain checkpoint, with gates, to a folder that has none yet."""
     import torch
     from transformers import AutoTokenizer
 
@@ -151,7 +152,6 @@ def converted(plain: Path, fields: dict[str, Any], seed: int, folder: Path) -> P
             torch.manual_seed(seed)
             upcycle(plain, **fields).save_pretrained(folder)
             AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
-    return folder
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:

@@ -13,20 +13,14 @@ from peft import PeftModel
 from transformers import AutoConfig
 
 from hf_moa.modeling.configuration_gating import GatingConfig
-from hf_moa.modeling.ftg_config import saved_num_labels
+from hf_moa.modeling.ftg_config import LOADERS, saved_num_labels
 
 from .card import card_of
 from .files import read_object
 
 # PEFT's names of tasks -> the classes that adapters for them are loaded onto.
-_AUTO_CLASSES = {
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
+_AUTO_CLASSES = {task: f"AutoModel{suffix}" for task, suffix in LOADERS.items()}
+_AUTO_CLASSES["FEATURE_EXTRACTION"] = "AutoModel"
 # What precedes the names in the card that `FTGConfig` writes.
 _FTG_TITLE = re.compile(r"^(# FTG\+? )adapter of .*$", flags=re.MULTILINE)
 _FTG_SNIPPET = re.compile(r'(AutoPeftModel\w*\.from_pretrained\(")[^"]*')

@@ -21,7 +21,7 @@ _CARD_TITLES = ("# FTG adapter of", "# FTG+ adapter of")
 # What an adapter's card calls the adapter, before it has a name.
 ADAPTER_PLACE = "path/or/name/of/this/adapter"
 # PEFT's names of tasks -> what its classes that load adapters for them are called behind "AutoPeftModel"
-_LOADERS = {
+LOADERS = {
     "SEQ_CLS": "ForSequenceClassification",
     "SEQ_2_SEQ_LM": "ForSeq2SeqLM",
     "CAUSAL_LM": "ForCausalLM",
@@ -141,7 +141,7 @@ class FTGConfig(PeftConfig):
             trained.append("attention output projections")
         first = "import hf_moa  # makes PEFT and transformers know the adapter and the base"
         task = getattr(self.task_type, "value", self.task_type)
-        loader = f"AutoPeftModel{_LOADERS.get(task, '')}"
+        loader = f"AutoPeftModel{LOADERS.get(task, '')}"
         options = "" if num_labels is None else f", num_labels={num_labels}"
         if task is None:  # PEFT imports the base's own class
             options += ', import_allowlist=["hf_moa"]'
