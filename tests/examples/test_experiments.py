@@ -194,6 +194,19 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_moa_start(reproduce, data_dir, tmp_path, capsys):
+    module = reproduce("moa_start")
+    module.SEEDS, module.STEPS = (1,), 2
+    module.MASKED |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
+    results = tmp_path / "results.jsonl"
+    module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
+    losses = {row["settings"]["variant"]: row["measured"]["loss"] for row in rows_of(results)}
+    assert losses["MoA 8 of 32"] != losses["MoA 8 of 32, Wo as in MHA"]
+    assert len(set(losses.values())) == len(losses) == len(module.VARIANTS)
+    assert report_of(module, results, tmp_path, capsys).count("| 1 |") == len(losses)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["noisy_top_k", "mae_language_modelling"])
 def test_language_models(reproduce, data_dir, tmp_path, capsys, name):
     module = reproduce(name)
