@@ -5,6 +5,7 @@
 - masked language models of WikiText-2, and of the beginning of WikiText-103, with 8 active heads of 8,
   16, 32 and 64, against multi-head attention of as many multiply-accumulates: perplexity of masked
   tokens;
+- three of those of WikiText-2 for three times the updates;
 - 8 of 32 on WikiText-2 without the balance loss, without the z loss, and without both: expert load;
 - translation of Multi30k: multi-head attention against MoA with 8 active heads of 8 and of 16 (8K8E,
   8K16E).
@@ -40,6 +41,8 @@ from hf_moa_cli.command import load_checkpoint
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
 STEPS = {"wikitext-2": 6_000, "wikitext-103": 3_000, "multi30k": 1_500}  # by corpus
+LONGER_OF, LONG_STEPS = "wikitext-2", 18_000
+LONGER = ("MHA", "MoA 8 of 8", "MoA 8 of 32")
 TUNING = {"text": "validation", "seed": 0}
 SENTENCE_LENGTH = 16  # tokens, of Multi30k on average
 
@@ -103,11 +106,13 @@ def tuning_runs(results: Results) -> list[Settings]:
 
 
 def final_runs(results: Results) -> list[Settings]:
-    rates = {(c, v): chosen_rate(results, c, v) for c, variants in VARIANTS.items() for v in variants}
+    made = [(c, v, STEPS[c]) for c, variants in VARIANTS.items() for v in variants]
+    made += [(LONGER_OF, v, LONG_STEPS) for v in LONGER]
+    rates = {(c, v): chosen_rate(results, c, v) for c, v, _ in made}
     return [
-        {"corpus": c, "variant": v, "learning_rate": rates[c, v], "steps": STEPS[c], "seed": seed}
+        {"corpus": c, "variant": v, "learning_rate": rates[c, v], "steps": steps, "seed": seed}
         for seed in SEEDS
-        for c, v in rates
+        for c, v, steps in made
     ]
 
 
@@ -182,6 +187,10 @@ def report(results: Results, folder: Path) -> str:
             table_of(results, corpus, SCALING, [*size, perplexity, LOAD_MAX]),
             time_and_machine(results, corpus=corpus),
         ]
+    parts += [
+        f"### {LONG_STEPS:,} updates ({LONGER_OF})",
+        table_of(results, LONGER_OF, LONGER, [*size, perplexity, LOAD_MAX], steps=LONG_STEPS),
+    ]
     loads = [LOAD_MAX, LOAD_CV, UNUSED, Column("router entropy", "router_entropy", "{:.2f}")]
     ablation = ["MoA 8 of 32", *WITHOUT_LOSSES]
     loss = Column("test loss", "loss", "{:.3f}", paired=True)
@@ -195,8 +204,15 @@ def report(results: Results, folder: Path) -> str:
     return "\n\n".join(parts)
 
 
-def table_of(results: Results, corpus: str, variants: Iterable[str], columns: Sequence[Column]) -> str:
-    return variant_table(results, variants, columns, corpus=corpus, steps=STEPS[corpus], text=None)
+def table_of(
+    results: Results,
+    corpus: str,
+    variants: Iterable[str],
+    columns: Sequence[Column],
+    steps: int | None = None,
+) -> str:
+    steps = STEPS[corpus] if steps is None else steps
+    return variant_table(results, variants, columns, corpus=corpus, steps=steps, text=None)
 
 
 def draw(results: Results, path: Path) -> None:

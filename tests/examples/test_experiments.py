@@ -165,6 +165,7 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     make_tiny(reproduce("translation_runs"))
     module = reproduce("moa_scaling")
     module.SEEDS, module.STEPS = (1,), dict.fromkeys(module.STEPS, 3)
+    module.LONG_STEPS, module.LONGER = 4, ("MHA",)
     module.MASKED |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
     module.MASKED["config_overrides"] |= {"num_hidden_layers": 1}
     moa = {**module.moa(16, d_kv=4), "num_attention_heads": 4}
@@ -179,8 +180,8 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
     rows = rows_of(results)
-    assert [row["settings"].get("text") for row in rows] == ["validation"] * 8 + [None] * 8
-    found = [row for row in rows[8:] if row["settings"]["corpus"] == "wikitext-2"]
+    assert [row["settings"].get("text") for row in rows] == ["validation"] * 8 + [None] * 9
+    found = [row for row in rows[8:-1] if row["settings"]["corpus"] == "wikitext-2"]
     measured = {row["settings"]["variant"]: row["measured"] for row in found}
     assert "load_cv" not in measured["MHA"]
     rates = {row["settings"]["learning_rate"]: row["measured"]["loss"] for row in rows[:2]}
