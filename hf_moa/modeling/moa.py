@@ -8,7 +8,7 @@ Each expert i has its own query and output projection; all share one key and one
 The router decides G and w (`routing.py`); the projections are `ExpertInput` and `ExpertOutput`. The
 weights w sum to 1, so a new model's Wo start k times as large as the backbone's: k experts together
 then have the scale of k heads. (The paper does not say how they start. Started at the backbone's scale,
-8 of 32 heads learned far more slowly than 8 of 8, at any learning rate tried.)
+they learn far more slowly; see `examples/reproduce/moa_start.py`.)
 """
 
 from __future__ import annotations
