@@ -158,9 +158,10 @@ def main(args: list[str] | None = None) -> None:
     if training_args.generation_max_length is None:
         training_args.generation_max_length = data_args.target_length("validation")
     bleu = None
-    if training_args.predict_with_generate and "validation" in sets:
-        bleu = BleuMetric(tokenizer, sets["validation"])
+    if training_args.predict_with_generate:
         training_args.include_for_metrics = [*training_args.include_for_metrics, "inputs"]
+        if "validation" in sets:
+            bleu = BleuMetric(tokenizer, sets["validation"])
     on_tensor_cores = (training_args.fp16 or training_args.bf16) and not training_args.use_cpu
     trainer = MoaSeq2SeqTrainer(
         model=model,

@@ -187,6 +187,13 @@ def only_data(arguments):
     return {name: value for name, value in arguments.items() if name in names}
 
 
+def test_predicts_without_text_for_validation(arguments):
+    """That both texts are told apart, and neither needs the other."""
+    given = {k: v for k, v in arguments.items() if not k.startswith("validation_")}
+    run_translation.main(command_line(given | {"do_eval": False, "do_predict": True, "max_steps": 2}))
+    assert 0 <= read_json(given, "predict_results.json")["predict_bleu"] <= 100
+
+
 def test_predictions_are_in_the_order_of_the_file(arguments):
     """Grouping by length, for less padding in training, must not reorder them."""
     arguments.update(do_predict=True, max_steps=2)
