@@ -301,7 +301,7 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(
         Phase("pretraining", pretraining_runs, pretrain),
-        Phase("finetuning", finetuning_runs, finetune),
+        Phase("finetuning", finetuning_runs, finetune, independent=True),
         Phase("latency", latency_runs, measure_latency),
     ),
     report=report,

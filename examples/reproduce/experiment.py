@@ -28,11 +28,13 @@ class Phase:
         name: for the progress bar and `--phases`.
         runs: what is in the results -> the settings of this phase's runs.
         measure: the settings of a run, the command line's options -> what was measured.
+        independent: its runs need nothing of earlier phases, and do not wait for them.
     """
 
     name: str
     runs: Callable[[Results], list[Settings]]
     measure: Callable[[Settings, argparse.Namespace], dict]
+    independent: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,10 @@ class Experiment:
         sys.path.insert(0, str(HERE.parent))
         index, count = options.shard
         left = set(options.phases)
+        missing: dict[str, int] = {}  # phase -> runs that other shards or later calls have to make
         for phase in self.phases:
+            if missing and not phase.independent:
+                continue
             runs = phase.runs(results)
             if phase.name in left:
                 carry_out(
@@ -79,15 +84,16 @@ class Experiment:
                 )
                 results.read()  # what other shards have added
                 left.remove(phase.name)
-            missing = sum(not results.has(settings) for settings in runs)
-            if missing and left:
-                print(
-                    f"{missing} runs of the phase {phase.name!r} are missing, on which "
-                    f"{', '.join(sorted(left))} may depend. Make them first, or leave them to the other "
-                    "shards."
-                )
-            if missing or not left:
-                return
+            if number := sum(not results.has(settings) for settings in runs):
+                missing[phase.name] = number
+        if left:
+            lacking = ", ".join(
+                f"{number} runs of the phase {name!r}" for name, number in missing.items()
+            )
+            print(
+                f"{lacking} are missing, on which {', '.join(sorted(left))} may depend. Make them "
+                "first, or leave them to the other shards."
+            )
 
     def _parse(self, arguments: list[str] | None) -> argparse.Namespace:
         parser = argparse.ArgumentParser(

@@ -122,7 +122,7 @@ def report(results: Results, folder: Path) -> str:
 EXPERIMENT = Experiment(
     name="mae_translation",
     description=__doc__,
-    phases=(Phase("training", runs, measure), Phase("few pairs", small_runs, measure)),
+    phases=(Phase("training", runs, measure), Phase("few pairs", small_runs, measure, independent=True)),
     report=report,
     needed={"models_dir": "where the trained models are kept"},
     optional=DATA_DIR,

@@ -133,7 +133,7 @@ def report(results: Results, folder: Path) -> str:
 EXPERIMENT = Experiment(
     name="noisy_top_k",
     description=__doc__,
-    phases=(Phase("training", runs, measure), Phase("longer", longer_runs, measure)),
+    phases=(Phase("training", runs, measure), Phase("longer", longer_runs, measure, independent=True)),
     report=report,
     needed={},
     optional=DATA_DIR | WORK_DIR,

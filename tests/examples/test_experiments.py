@@ -395,22 +395,23 @@ def test_shards_make_all_runs_once(reproduce, tmp_path, capsys):
     phases = (
         experiment.Phase("first", lambda results: [{"seed": i} for i in range(5)], measure),
         experiment.Phase("second", lambda results: [{"seed": len(results.rows)}], measure),
+        experiment.Phase("third", lambda results: [{"seed": 9}], measure, independent=True),
     )
     tested = experiment.Experiment(
         name="tested", description="", phases=phases, report=lambda *_: "", needed={}
     )
     argv = ["--results", str(tmp_path / "results.jsonl"), "--shard"]
     tested.main([*argv, "0/2"])
-    assert made == [0, 2, 4]
+    assert made == [0, 2, 4, 9]
     assert "2 runs of the phase 'first' are missing" in capsys.readouterr().out
     tested.main(["--results", str(tmp_path / "results.jsonl"), "--phases", "second"])
-    assert made == [0, 2, 4]
+    assert made == [0, 2, 4, 9]
     assert "on which second may depend" in capsys.readouterr().out
     tested.main([*argv, "1/2"])
-    assert made == [0, 2, 4, 1, 3]
+    assert made == [0, 2, 4, 9, 1, 3]
     tested.main([*argv, "0/2"])
-    assert made == [0, 2, 4, 1, 3, 5]
-    with pytest.raises(ValueError, match="holds 6 runs of other sizes or flags"):
+    assert made == [0, 2, 4, 9, 1, 3, 6]
+    with pytest.raises(ValueError, match="holds 7 runs of other sizes or flags"):
         dataclasses.replace(tested, plan=lambda: {"steps": 2}).main([*argv, "0/2"])
     with pytest.raises(SystemExit):
         tested.main([*argv, "2/2"])
