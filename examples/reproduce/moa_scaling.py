@@ -5,7 +5,9 @@
 - masked language models of WikiText-2, and of the beginning of WikiText-103, with 8 active heads of 8,
   16, 32 and 64, against multi-head attention of as many multiply-accumulates: perplexity of masked
   tokens;
-- three of those of WikiText-2 for three times the updates;
+- two of those of WikiText-2 for three times the updates;
+- why N matters as it does, on WikiText-2: 8 of 8 with equal weights in the place of the router's, which
+  is multi-query attention, and 32 of 32, which computes what 8 of 32 chooses from;
 - 8 of 32 on WikiText-2 without the balance loss, without the z loss, and without both: expert load;
 - translation of Multi30k: multi-head attention against MoA with 8 active heads of 8 and of 16 (8K8E,
   8K16E).
@@ -22,15 +24,17 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
-from runs import Results, Settings, read_json_lines
+from runs import Results, Settings, read_json_lines, run_arguments
 from scripts import Flags, merged
 from summaries import Column, best_rate, by_seed, time_and_machine, variant_table
 from translation_runs import FLAGS, train_translation
@@ -42,7 +46,7 @@ SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
 STEPS = {"wikitext-2": 6_000, "wikitext-103": 3_000, "multi30k": 1_500}  # by corpus
 LONGER_OF, LONG_STEPS = "wikitext-2", 18_000
-LONGER = ("MHA", "MoA 8 of 8", "MoA 8 of 32")
+LONGER = ("MoA 8 of 8", "MoA 8 of 32")
 TUNING = {"text": "validation", "seed": 0}
 SENTENCE_LENGTH = 16  # tokens, of Multi30k on average
 
@@ -71,9 +75,14 @@ WITHOUT_LOSSES = {
     "MoA 8 of 32, no z loss": bert_moa(32, z=0),
     "MoA 8 of 32, neither": bert_moa(32, balance=0, z=0),
 }
+MULTI_QUERY = "MoA 8 of 8, equal weights"
+CAUSES = {
+    MULTI_QUERY: bert_moa(8),
+    "MoA 32 of 32": merged(bert_moa(32), {"config_overrides": {"num_attention_heads": 32}}),
+}
 TRANSLATION = {"MHA": MHA, "MoA 8K8E": moa(8, d_kv=27), "MoA 8K16E": moa(16, d_kv=27)}
 VARIANTS: dict[str, dict[str, Flags]] = {
-    "wikitext-2": SCALING | WITHOUT_LOSSES,
+    "wikitext-2": SCALING | WITHOUT_LOSSES | CAUSES,
     "wikitext-103": SCALING,
     "multi30k": TRANSLATION,
 }
@@ -128,18 +137,25 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One training run, and the expert load on the text that it is evaluated on."""
     train = translation if settings["corpus"] == "multi30k" else masked
     flags = VARIANTS[settings["corpus"]][settings["variant"]]
-    run = {
-        "steps": settings["steps"],
-        "seed": settings["seed"],
-        "text": settings.get("text", "test"),
-        "data_dir": options.data_dir,
-        "work_dir": options.work_dir,
-    }
-    with tempfile.TemporaryDirectory() as folder:
+    run = {**run_arguments(settings, options), "text": settings.get("text", "test")}
+    routers = equal_weights() if settings["variant"] == MULTI_QUERY else nullcontext()
+    with routers, tempfile.TemporaryDirectory() as folder:
         flags = {**flags, "learning_rate": settings["learning_rate"]}
         found = train(settings["corpus"], flags, folder, run)
         curve = [log["loss"] for log in read_json_lines(Path(folder, "log.jsonl")) if "loss" in log]
     return found | {"curve": [round(loss, 3) for loss in curve]}
+
+
+@contextmanager
+def equal_weights() -> Iterator[None]:
+    """Routers give all experts the same weight, in training and after it."""
+    from hf_moa.modeling.routing import TopKRouter
+
+    def forward(self, hidden_states, padding_mask=None):
+        return self.select(0 * self.gate(hidden_states).float(), padding_mask)
+
+    with mock.patch.object(TopKRouter, "forward", forward):
+        yield
 
 
 def masked(corpus: str, flags: Flags, folder: str, run: dict[str, Any]) -> dict:
@@ -195,6 +211,8 @@ def report(results: Results, folder: Path) -> str:
     ablation = ["MoA 8 of 32", *WITHOUT_LOSSES]
     loss = Column("test loss", "loss", "{:.3f}", paired=True)
     parts += [
+        "### One head of keys and values, and more of queries (wikitext-2)",
+        table_of(results, "wikitext-2", ["MoA 8 of 8", *CAUSES, "MHA"], [*size, perplexity]),
         "### Without the routers' losses (wikitext-2)",
         table_of(results, "wikitext-2", ablation, [perplexity, *loads]),
         "### Translation (multi30k)",

@@ -21,7 +21,7 @@ from unittest import mock
 
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from moa_scaling import MASKED, MHA, bert_moa
-from runs import Results, Settings
+from runs import Results, Settings, run_arguments
 from scripts import Flags, merged
 from summaries import Column, time_and_machine, variant_table
 from wikitext_runs import train_on_wikitext
@@ -52,11 +52,8 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
             "run_mlm_no_trainer",
             "wikitext-2",
             flags,
-            steps=settings["steps"],
-            seed=settings["seed"],
-            data_dir=options.data_dir,
-            work_dir=options.work_dir,
             folder=folder,
+            **run_arguments(settings, options),
         )
     return {"perplexity": found["perplexity"], "loss": found["eval_loss"]}
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
-from runs import Results, Settings
+from runs import Results, Settings, run_arguments
 from scripts import Flags, merged
 from summaries import Column, time_and_machine, variant_table
 from wikitext_runs import train_on_wikitext
@@ -99,11 +99,8 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
             "run_clm_no_trainer",
             "wikitext-2",
             merged(FLAGS, VARIANTS[settings["variant"]]),
-            steps=settings["steps"],
-            seed=settings["seed"],
-            data_dir=options.data_dir,
-            work_dir=options.work_dir,
             folder=folder,
+            **run_arguments(settings, options),
         )
         model = load_checkpoint(folder)
         measured = {"perplexity": found["perplexity"], "parameters": model.num_parameters()}

@@ -4,6 +4,7 @@ A finished run is a line of a JSON file: its settings, what was measured, and wh
 stand in the file already is skipped.
 """
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -90,6 +91,16 @@ def carry_out(
             start = time.perf_counter()
             results.add(settings, measure(settings), time.perf_counter() - start)
             bar.update()
+
+
+def run_arguments(settings: Settings, options: argparse.Namespace) -> Settings:
+    """What `train_on_wikitext` and `train_translation` take from a run and from the command line."""
+    return {
+        "steps": settings["steps"],
+        "seed": settings["seed"],
+        "data_dir": options.data_dir,
+        "work_dir": options.work_dir,
+    }
 
 
 def describe_machine() -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -165,12 +166,12 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     make_tiny(reproduce("translation_runs"))
     module = reproduce("moa_scaling")
     module.SEEDS, module.STEPS = (1,), dict.fromkeys(module.STEPS, 3)
-    module.LONG_STEPS, module.LONGER = 4, ("MHA",)
+    module.LONG_STEPS, module.LONGER = 4, ("MoA 8 of 8",)
     module.MASKED |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
     module.MASKED["config_overrides"] |= {"num_hidden_layers": 1}
     moa = {**module.moa(16, d_kv=4), "num_attention_heads": 4}
     translation = {"MHA": module.MHA, "MoA 8K16E": moa}
-    left_out = ("MoA 8 of 16", "MoA 8 of 64", "MoA 8 of 32, no z loss")
+    left_out = ("MoA 8 of 16", "MoA 8 of 64", "MoA 8 of 32, no z loss", "MoA 32 of 32")
     masked = {k: v for k, v in module.VARIANTS["wikitext-2"].items() if k not in left_out}
     other = {"MoA 8 of 8": masked["MoA 8 of 8"]}
     module.VARIANTS |= {"wikitext-2": masked, "wikitext-103": other, "multi30k": translation}
@@ -180,15 +181,17 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
     rows = rows_of(results)
-    assert [row["settings"].get("text") for row in rows] == ["validation"] * 8 + [None] * 9
+    assert [row["settings"].get("text") for row in rows] == ["validation"] * 8 + [None] * 10
     found = [row for row in rows[8:-1] if row["settings"]["corpus"] == "wikitext-2"]
     measured = {row["settings"]["variant"]: row["measured"] for row in found}
     assert "load_cv" not in measured["MHA"]
     rates = {row["settings"]["learning_rate"]: row["measured"]["loss"] for row in rows[:2]}
-    assert found[-3]["settings"]["learning_rate"] == min(rates, key=rates.get)
-    assert found[-3]["settings"]["variant"] == "MHA"
+    [of_mha] = [row for row in found if row["settings"]["variant"] == "MHA"]
+    assert of_mha["settings"]["learning_rate"] == min(rates, key=rates.get)
     assert measured["MoA 8 of 8"]["load_max"] == pytest.approx(1)
     assert measured["MoA 8 of 32"]["load_max"] > 1
+    uniform = measured[module.MULTI_QUERY]["router_entropy"]
+    assert measured["MoA 8 of 8"]["router_entropy"] < uniform == pytest.approx(math.log(8))
     sizes = [measured[name]["attention_flops"] for name in ("MHA", "MoA 8 of 8", "MoA 8 of 32")]
     assert max(sizes) < 1.1 * min(sizes)
     assert "| MoA 8 of 32, neither |" in report_of(module, results, tmp_path, capsys)
