@@ -4,7 +4,9 @@
 
 One gated model (CCT) is pretrained on WikiText-2 and finetuned on SST-2, CoLA, MNLI and SQuAD, each time
 for all budgets at once: 1, 0.5, 0.33 and 0.2. Beside it stand plain models with fewer layers, whose
-computation is about that share, each pretrained and finetuned by itself. Perplexity of masked tokens,
+computation is about that share, each pretrained and finetuned by itself. All are pretrained in two
+stages, between which the largest plain model gets the gates (`hf_moa.upcycle`); in pretraining, one
+with gates from the start, and the paper's extra norms, is added. Perplexity of masked tokens,
 development scores of the tasks, what was computed (of the part that gates can skip, and in all, control
 networks included), and in a phase of its own, which wants a machine that does nothing else, the time of
 a forward pass (`--phases latency`).
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +39,7 @@ from summaries import (
     time_and_machine,
     with_deviation,
 )
+from upcycling import write_upcycled
 from wikitext_runs import SMALL_BERT, train_on_wikitext
 
 from hf_moa.markdown import table
@@ -43,28 +47,33 @@ from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 CORPUS = "wikitext-2"
-STEPS = 3_000  # of pretraining
+PLAIN_STEPS, GATED_STEPS = 1_500, 1_500  # of pretraining, before and after the largest gets its gates
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
 LENGTH = 64
 LATENCY_BATCH = 32
 
-CCT = "CCT"
-VARIANTS: dict[str, Flags] = {
+PLAIN: dict[str, Flags] = {
     "plain, 6 layers": {"config_overrides": {"num_hidden_layers": 6}},
     "plain, 3 layers": {"config_overrides": {"num_hidden_layers": 3}},
     "plain, 2 layers": {"config_overrides": {"num_hidden_layers": 2}},
     # a wider feed-forward layer makes it a fifth
     "plain, 1 layer": {"config_overrides": {"num_hidden_layers": 1, "intermediate_size": 640}},
-    CCT: {"cct_budgets": (1, 1, *BUDGETS), "cct_noise_steps": -1},
 }
+LARGEST = next(iter(PLAIN))
+CCT, FROM_SCRATCH = "CCT", "CCT from scratch"
+SAMPLED = (1, 1, *BUDGETS)  # the paper's 1 stands for half of the draws
+GATES = {
+    "cct_gate_hidden_size": 16,  # an eighth of d, or the gates cost what they save
+    "cct_noise_max": 2.0,
+}
+NOISE: Flags = {"cct_noise_steps": -1}  # it grows over all of a run
+FINETUNED = (*PLAIN, CCT)
 PRETRAINING: Flags = merged(
     SMALL_BERT,
     {
         "attention_type": "mha",
         "config_overrides": {
-            "num_hidden_layers": 6,
             "max_position_embeddings": LENGTH,
-            "cct_gate_hidden_size": 16,  # an eighth of d, or the gates cost what they save
         },
         "max_seq_length": LENGTH,
         "learning_rate": 2e-3,
@@ -102,11 +111,23 @@ FINETUNING: Flags = {
 
 
 def pretraining_runs(results: Results) -> list[Settings]:
-    return [{"variant": variant, "steps": STEPS, "seed": seed} for seed in SEEDS for variant in VARIANTS]
+    return runs_of((*FINETUNED, FROM_SCRATCH))
 
 
 def finetuning_runs(results: Results) -> list[Settings]:
-    return [{**run, "task": task} for run in pretraining_runs(results) for task in TASKS]
+    return [{**run, "task": task} for run in runs_of(FINETUNED) for task in TASKS]
+
+
+def runs_of(variants: Iterable[str]) -> list[Settings]:
+    return [
+        {"variant": variant, "steps": all_steps(), "seed": seed}
+        for seed in SEEDS
+        for variant in variants
+    ]
+
+
+def all_steps() -> int:
+    return PLAIN_STEPS + GATED_STEPS
 
 
 def latency_runs(results: Results) -> list[Settings]:
@@ -114,15 +135,15 @@ def latency_runs(results: Results) -> list[Settings]:
 
 
 def budgets_of(variant: str) -> tuple[float | None, ...]:
-    return BUDGETS if variant == CCT else (None,)
+    return (None,) if variant in PLAIN else BUDGETS
 
 
 def pretrain(settings: Settings, options: argparse.Namespace) -> dict:
-    """One run of `examples/run_mlm_no_trainer.py`."""
+    """Two runs of `examples/run_mlm_no_trainer.py`, the second of which goes on from the first."""
     variant = settings["variant"]
     found, folder = pretrained(variant, settings["seed"], options)
     model = load_checkpoint(str(folder)).base_model
-    if variant != CCT:
+    if variant in PLAIN:
         return {"perplexity": found["perplexity"], "flops": layer_flops(model, LENGTH)}
     measured = {}
     for budget in BUDGETS:
@@ -137,18 +158,28 @@ def pretrain(settings: Settings, options: argparse.Namespace) -> dict:
 
 def pretrained(variant: str, seed: int, options: argparse.Namespace) -> tuple[dict, Path]:
     """What was measured of a model, and its folder; it is pretrained if it is not there."""
-    folder = run_folder(options.models_dir, variant, seed)
-    found = train_on_wikitext(
+    train = partial(
+        train_on_wikitext,
         "run_mlm_no_trainer",
         CORPUS,
-        merged(PRETRAINING, VARIANTS[variant]),
-        steps=STEPS,
         seed=seed,
         data_dir=options.data_dir,
         work_dir=options.models_dir,
-        folder=folder,
     )
-    return found, folder
+    folder = run_folder(options.models_dir, variant, seed)
+    if variant == FROM_SCRATCH:
+        gates = {"cct_budgets": SAMPLED, "config_overrides": GATES, **NOISE}
+        flags = merged(merged(PRETRAINING, PLAIN[LARGEST]), gates)
+        return train(flags, steps=all_steps(), folder=folder), folder
+    plain = variant if variant in PLAIN else LARGEST
+    start = run_folder(Path(options.models_dir, "first"), plain, seed)
+    train(merged(PRETRAINING, PLAIN[plain]), steps=PLAIN_STEPS, folder=start)
+    further = PRETRAINING
+    if variant == CCT:
+        gated = run_folder(Path(options.models_dir, "converted"), variant, seed)
+        write_upcycled(start, gated, seed=seed, cct_budgets=list(SAMPLED), **GATES)
+        start, further = gated, PRETRAINING | NOISE
+    return train(further, steps=GATED_STEPS, folder=folder, start=start), folder
 
 
 def finetune(settings: Settings, options: argparse.Namespace) -> dict:
@@ -163,11 +194,11 @@ def finetune(settings: Settings, options: argparse.Namespace) -> dict:
     }
     flags |= data_of(task, options.data_dir)
     if settings["variant"] == CCT:
-        flags |= {"cct_noise_steps": -1, "eval_budgets": True}
+        flags |= {**NOISE, "eval_budgets": True}
     with tempfile.TemporaryDirectory() as folder:
         found = run_script("run_qa" if task == "squad" else "run_glue", flags, folder)
         model = load_checkpoint(folder).base_model
-        if settings["variant"] != CCT:
+        if settings["variant"] in PLAIN:
             return {"score": found[f"eval_{measure}"], "flops": layer_flops(model, LENGTH)}
         measured = {}
         for row in read_json(Path(folder, f"budget_results_{task}.json")):
@@ -201,7 +232,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
     size = 16 * LENGTH  # characters, which are more than `LENGTH` tokens, to be cut to these
     rows = [text[i * size : (i + 1) * size] for i in range(settings["latency_of_batch"])]
     candidates = {}
-    for variant in VARIANTS:
+    for variant in FINETUNED:
         _, folder = pretrained(variant, settings["seed"], options)
         model = load_checkpoint(str(folder)).base_model
         batch = AutoTokenizer.from_pretrained(folder)(
@@ -220,7 +251,7 @@ def report(results: Results, folder: Path) -> str:
     draw(results, folder / "quality.svg")
     latency = latest(results, latency_of_batch=LATENCY_BATCH)
     pretraining, finetuning = [], []
-    for variant in VARIANTS:
+    for variant in (*FINETUNED, FROM_SCRATCH):
         for budget in budgets_of(variant):
             name = at_budget(variant, budget)
             compute = measures(results, None, "compute", variant, budget)
@@ -234,6 +265,8 @@ def report(results: Results, folder: Path) -> str:
                     f"{latency[name]:.1f}" if name in latency else "-",
                 ]
             )
+            if variant not in FINETUNED:
+                continue
             finetuning.append([name])
             for task in TASKS:
                 compute = measures(results, task, "compute", variant, budget)
@@ -246,10 +279,13 @@ def report(results: Results, folder: Path) -> str:
         [
             "### Pretraining",
             table(heads, pretraining),
-            time_and_machine(results, steps=STEPS, task=None),
+            time_and_machine(results, steps=all_steps(), task=None),
             "### Finetuning: score (of the gated part)",
             table(tasks, finetuning),
-            *(f"{task.upper()}: {time_and_machine(results, steps=STEPS, task=task)}" for task in TASKS),
+            *(
+                f"{task.upper()}: {time_and_machine(results, steps=all_steps(), task=task)}"
+                for task in TASKS
+            ),
         ]
     )
 
@@ -263,7 +299,7 @@ def measures(
     scale: float = 1.0,
 ) -> list[float]:
     """What a variant's runs measured in a task, or (None) in pretraining."""
-    found = by_seed(results, at_budget(measure, budget), task=task, variant=variant, steps=STEPS)
+    found = by_seed(results, at_budget(measure, budget), task=task, variant=variant, steps=all_steps())
     return [scale * value for value in found.values()]
 
 
@@ -278,10 +314,9 @@ def quality(results: Results, task: str | None, variant: str, budget: float | No
 def draw(results: Results, path: Path) -> None:
     """Perplexity, and the scores of the tasks, against all that is computed."""
     figure, axes = panels(1 + len(TASKS))
-    plain = [variant for variant in VARIANTS if variant != CCT]
     for axis, task in zip(axes, (None, *TASKS), strict=True):
         for style, (name, variants) in enumerate(
-            {"plain, each by itself": plain, "one model with CCT": [CCT]}.items()
+            {"plain, each by itself": PLAIN, "one model with CCT": [CCT]}.items()
         ):
             points = [
                 (mean_and_deviation(flops)[0], quality(results, task, variant, budget))
@@ -307,7 +342,7 @@ EXPERIMENT = Experiment(
     report=report,
     needed={"models_dir": "where the pretrained models are kept"},
     optional=DATA_DIR,
-    plan=lambda: [PRETRAINING, VARIANTS, FINETUNING, TASKS],
+    plan=lambda: [PRETRAINING, PLAIN, GATES, SAMPLED, FINETUNING, TASKS],
 )
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import computed_at, layer_flops
 from runs import Results, Settings
-from scripts import Flags, budget_argument, claimed, run_folder
+from scripts import Flags, budget_argument, run_folder
 from summaries import (
     at_budget,
     by_seed,
@@ -45,6 +45,7 @@ from summaries import (
     with_deviation,
 )
 from translation_runs import FLAGS, Translator, train_translation
+from upcycling import write_upcycled
 
 from hf_moa.markdown import table
 from hf_moa_cli.command import load_checkpoint
@@ -132,26 +133,11 @@ def trained_model(variant: str, seed: int, options: argparse.Namespace) -> Path:
     if variant in GATED:
         fields, flags = GATED[variant]
         gates = run_folder(Path(options.models_dir, "converted"), variant, seed)
-        write_converted(start, fields, seed, gates)
+        write_upcycled(start, gates, seed=seed, **{"cct_budgets": list(SAMPLED), **GATES, **fields})
         start = gates
         further = FURTHER | flags
     train(further, steps=FURTHER_STEPS, folder=folder, start=start)
     return folder
-
-
-def write_converted(plain: Path, fields: dict[str, Any], seed: int, folder: Path) -> None:
-    """Write the model of a plain checkpoint, with gates, to a folder that has none yet."""
-    import torch
-    from transformers import AutoTokenizer
-
-    from hf_moa import upcycle
-
-    fields = {"cct_budgets": list(SAMPLED), **GATES, **fields}
-    with claimed(folder):
-        if not (folder / "tokenizer_config.json").is_file():
-            torch.manual_seed(seed)
-            upcycle(plain, **fields).save_pretrained(folder)
-            AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:

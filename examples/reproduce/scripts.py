@@ -12,6 +12,8 @@ from filelock import FileLock
 
 Flags = dict[str, Any]
 
+OF_NEW_MODELS = ("model_type", "vocab_size", "config_overrides", "attention_type")  # flags
+
 # of all runs: quiet, without checkpoints, on whatever accelerator there is
 TRAINER_FLAGS: Flags = {
     "save_strategy": "no",
@@ -82,6 +84,12 @@ def merged(flags: Flags, more: Flags) -> Flags:
         if isinstance(flags[name], dict):
             result[name] = {**flags[name], **more[name]}
     return result
+
+
+def starting_from(checkpoint: str | Path, flags: Flags) -> Flags:
+    """The flags for training a checkpoint on, where a new model was trained with these."""
+    kept = {name: value for name, value in flags.items() if name not in OF_NEW_MODELS}
+    return {**kept, "model_name_or_path": checkpoint}
 
 
 def run_folder(parent: str | Path, variant: str, seed: int) -> Path:

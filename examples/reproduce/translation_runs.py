@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from corpora import multi30k, read_lines, tatoeba
-from scripts import Flags, merged, run_script_once
+from scripts import Flags, merged, run_script_once, starting_from
 
 CORPORA = {"multi30k": multi30k, "tatoeba": tatoeba}
 SIZE = {
@@ -19,7 +19,6 @@ SIZE = {
     "dropout_rate": 0.1,
 }
 CHECKPOINT_EVERY = 100  # updates; the last 5 are averaged
-OF_NEW_MODELS = ("model_type", "vocab_size", "config_overrides")  # flags
 
 FLAGS: Flags = {
     "model_type": "moa_t5",
@@ -72,10 +71,7 @@ def train_translation(
         What the script measured, and the `files`.
     """
     files = CORPORA[corpus](data_dir, work_dir)
-    common = FLAGS
-    if start is not None:
-        common = {name: value for name, value in FLAGS.items() if name not in OF_NEW_MODELS}
-        common["model_name_or_path"] = start
+    common = FLAGS if start is None else starting_from(start, FLAGS)
     flags = {
         **merged(common, flags),
         "train_source": files["train_source"],

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from corpora import wikitext
-from scripts import Flags, run_script_once
+from scripts import Flags, run_script_once, starting_from
 
 LENGTH = 32  # tokens of a block: BERT learns to look at neighbours twice as soon as in 128
 SMALL_BERT: Flags = {
@@ -43,6 +43,7 @@ def train_on_wikitext(
     data_dir: str | None,
     work_dir: str | Path,
     folder: str | Path,
+    start: str | Path | None = None,
     text: str = "test",
 ) -> dict[str, Any]:
     """Run `run_clm_no_trainer` or `run_mlm_no_trainer`, evaluated in the end.
@@ -53,6 +54,7 @@ def train_on_wikitext(
         flags: of the model and its training.
         data_dir, work_dir: of `wikitext`.
         folder: for the model; a run that ended there is not made again.
+        start: folder of a model to train on; default: a new one.
         text: that it is evaluated on, "test" or "validation".
 
     Returns:
@@ -60,7 +62,7 @@ def train_on_wikitext(
     """
     files = wikitext(corpus, data_dir, work_dir)
     flags = {
-        **flags,
+        **(flags if start is None else starting_from(start, flags)),
         "train_file": files["train"],
         "validation_file": files[text],
         "max_train_steps": steps,

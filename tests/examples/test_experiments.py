@@ -274,11 +274,13 @@ def test_upcycled_checkpoint_against_fewer_layers(
 @pytest.mark.slow
 def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):  # noqa: F811
     module = reproduce("cct_bert")
-    module.SEEDS, module.STEPS, module.LENGTH, module.LATENCY_BATCH = (1,), 2, 32, 2
+    module.SEEDS, module.LENGTH, module.LATENCY_BATCH = (1,), 32, 2
+    module.PLAIN_STEPS, module.GATED_STEPS = 2, 1
     for name in ("plain, 3 layers", "plain, 2 layers"):
-        del module.VARIANTS[name]
+        del module.PLAIN[name]
+    module.FINETUNED = (*module.PLAIN, module.CCT)
     module.PRETRAINING |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
-    module.PRETRAINING["config_overrides"] |= {"num_hidden_layers": 2}
+    module.PLAIN[module.LARGEST] = {"config_overrides": {"num_hidden_layers": 2}}
     module.FINETUNING |= {"max_seq_length": 16}
     task = {"max_train_samples": 8, "num_train_epochs": 1}
     squad = {**module.TASKS["squad"][1], **task, "doc_stride": 2}
@@ -294,7 +296,7 @@ def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):  # noqa: F81
     folders = ["--data_dir", str(data), "--models_dir", str(tmp_path / "models")]
     module.EXPERIMENT.main([*folders, "--results", str(results)])
     rows = rows_of(results)
-    assert len(rows) == 3 + 3 * 2 + 1
+    assert len(rows) == 4 + 3 * 2 + 1
     gated = [row for row in rows if row["settings"].get("variant") == "CCT"]
     names = ("perplexity", "compute", "flops")
     assert gated[0]["measured"].keys() == {f"{n} at {b:g}" for n in names for b in module.BUDGETS}
@@ -305,7 +307,9 @@ def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):  # noqa: F81
         "plain, 1 layer",
         *(f"CCT at {b:g}" for b in module.BUDGETS),
     }
-    assert "| CCT at 0.33 |" in report_of(module, results, tmp_path, capsys)
+    found = report_of(module, results, tmp_path, capsys)
+    assert found.count("| CCT at 0.33 |") == 2  # in pretraining, and in finetuning
+    assert found.count("| CCT from scratch at 0.33 |") == 1
     assert (tmp_path / "quality.svg").is_file()
 
 
