@@ -342,7 +342,7 @@ EXPERIMENT = Experiment(
     report=report,
     needed={"models_dir": "where the pretrained models are kept"},
     optional=DATA_DIR,
-    plan=lambda: [PRETRAINING, PLAIN, GATES, SAMPLED, FINETUNING, TASKS],
+    plan=lambda: [PRETRAINING, PLAIN, PLAIN_STEPS, GATES, SAMPLED, NOISE, FINETUNING, TASKS],
 )
 
 if __name__ == "__main__":
