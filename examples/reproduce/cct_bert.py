@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from corpora import find_file, read_lines, wikitext
 from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import computed_at, layer_flops
-from runs import Results, Settings
+from runs import Results, Settings, each_seed
 from scripts import TRAINER_FLAGS, Flags, budget_argument, merged, read_json, run_folder, run_script
 from summaries import (
     at_budget,
@@ -111,19 +110,12 @@ FINETUNING: Flags = {
 
 
 def pretraining_runs(results: Results) -> list[Settings]:
-    return runs_of((*FINETUNED, FROM_SCRATCH))
+    return each_seed(SEEDS, (*FINETUNED, FROM_SCRATCH), all_steps())
 
 
 def finetuning_runs(results: Results) -> list[Settings]:
-    return [{**run, "task": task} for run in runs_of(FINETUNED) for task in TASKS]
-
-
-def runs_of(variants: Iterable[str]) -> list[Settings]:
-    return [
-        {"variant": variant, "steps": all_steps(), "seed": seed}
-        for seed in SEEDS
-        for variant in variants
-    ]
+    runs = each_seed(SEEDS, FINETUNED, all_steps())
+    return [{**run, "task": task} for run in runs for task in TASKS]
 
 
 def all_steps() -> int:
@@ -139,7 +131,8 @@ def budgets_of(variant: str) -> tuple[float | None, ...]:
 
 
 def pretrain(settings: Settings, options: argparse.Namespace) -> dict:
-    """Two runs of `examples/run_mlm_no_trainer.py`, the second of which goes on from the first."""
+    """Two runs of `examples/run_mlm_no_trainer.py`, the second of which goes on from the first; one
+    where the gates are there from the start."""
     variant = settings["variant"]
     found, folder = pretrained(variant, settings["seed"], options)
     model = load_checkpoint(str(folder)).base_model

@@ -33,7 +33,7 @@ from corpora import multi30k
 from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import computed_at, layer_flops
-from runs import Results, Settings
+from runs import Results, Settings, each_seed
 from scripts import Flags, budget_argument, run_folder
 from summaries import (
     at_budget,
@@ -93,11 +93,7 @@ VARIANTS = (*PLAIN, *WITH_BUDGETS)
 
 
 def runs(results: Results) -> list[Settings]:
-    return [
-        {"variant": variant, "steps": all_steps(), "seed": seed}
-        for seed in SEEDS
-        for variant in VARIANTS
-    ]
+    return each_seed(SEEDS, VARIANTS, all_steps())
 
 
 def all_steps() -> int:

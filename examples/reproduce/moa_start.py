@@ -21,7 +21,7 @@ from unittest import mock
 
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from moa_scaling import MASKED, MHA, bert_moa
-from runs import Results, Settings, run_arguments
+from runs import Results, Settings, each_seed, run_arguments
 from scripts import Flags, merged
 from summaries import Column, time_and_machine, variant_table
 from wikitext_runs import train_on_wikitext
@@ -41,7 +41,7 @@ VARIANTS: dict[str, Flags] = {
 
 
 def runs(results: Results) -> list[Settings]:
-    return [{"variant": variant, "steps": STEPS, "seed": seed} for seed in SEEDS for variant in VARIANTS]
+    return each_seed(SEEDS, VARIANTS, STEPS)
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:

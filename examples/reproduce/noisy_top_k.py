@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
-from runs import Results, Settings, run_arguments
+from runs import Results, Settings, each_seed, run_arguments
 from scripts import Flags, merged
 from summaries import Column, time_and_machine, variant_table
 from wikitext_runs import train_on_wikitext
@@ -81,15 +80,11 @@ FLAGS: Flags = {
 
 
 def runs(results: Results) -> list[Settings]:
-    return each_seed(VARIANTS, STEPS)
+    return each_seed(SEEDS, VARIANTS, STEPS)
 
 
 def longer_runs(results: Results) -> list[Settings]:
-    return each_seed(LONGER, LONG_STEPS)
-
-
-def each_seed(variants: Iterable[str], steps: int) -> list[Settings]:
-    return [{"variant": variant, "steps": steps, "seed": seed} for seed in SEEDS for variant in variants]
+    return each_seed(SEEDS, LONGER, LONG_STEPS)
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:

@@ -93,6 +93,12 @@ def carry_out(
             bar.update()
 
 
+def each_seed(seeds: Iterable[int], variants: Iterable[str], steps: int) -> list[Settings]:
+    """The runs of some variants with some seeds, seed by seed."""
+    variants = list(variants)
+    return [{"variant": variant, "steps": steps, "seed": seed} for seed in seeds for variant in variants]
+
+
 def run_arguments(settings: Settings, options: argparse.Namespace) -> Settings:
     """What `train_on_wikitext` and `train_translation` take from a run and from the command line."""
     return {
