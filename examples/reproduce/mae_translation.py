@@ -13,7 +13,7 @@ The paper's models go over their data many times; so do, in a third set of runs,
 over the first 5,000 pairs of Multi30k, in as many updates.
 
 `corpora.py` says which files. A run that was stopped goes on where it was; the models stay in
-`--models_dir` (specialisation.py and transfer.py read them). The report:
+`--models_dir` (specialisation.py reads them). The report:
 
     python examples/reproduce/mae_translation.py --report model_cards/mae_translation
 """

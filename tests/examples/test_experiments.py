@@ -120,13 +120,15 @@ def test_translation_specialisation_and_transfer(reproduce, data_dir, tmp_path, 
             assert len(layer["shares"]) == len(layer["tokens"]) == 4
     assert "| cross | 1 |" in report_of(specialisation, results, tmp_path, capsys)
 
-    shutil.rmtree(tmp_path / "models/tatoeba/MAE-7-1")  # it is trained again
     transfer = reproduce("transfer")
     transfer.SEEDS, transfer.FRACTIONS, transfer.PAIRS = (1,), (0.5,), 40
     transfer.STEPS = transfer.STEPS_FROM_SCRATCH = 2
     transfer.METHODS |= {name: rates[:1] for name, rates in transfer.METHODS.items()}
+    folders[-1] = str(tmp_path / "pretrained")
     results = tmp_path / "transfer.jsonl"
     transfer.EXPERIMENT.main([*folders, "--results", str(results)])
+    pretraining = tmp_path / "pretrained" / "tatoeba" / "MAE-7-1" / "all_results.json"
+    assert json.loads(pretraining.read_text())["step"] == 4 * training.STEPS["tatoeba"]
     rows = rows_of(results)
     assert len(rows) == 5 + 6  # learning rates; methods
     sizes = {row["settings"]["method"]: row["measured"]["trainable_parameters"] for row in rows}
