@@ -42,14 +42,15 @@ PAIRS = 29_000
 STEPS_OF_PRETRAINING = 4 * mae_translation.STEPS["tatoeba"]
 STEPS, STEPS_FROM_SCRATCH = 400, 1_200
 
+RATES_OF_ADAPTERS = (1e-3, 3e-3, 1e-2, 3e-2)
 # name -> learning rates to choose from; NOFT has none. Of whole models they are Adafactor's, with which
 # those of mae_translation.py were trained.
 METHODS: dict[str, tuple[float, ...]] = {
     "NOFT": (),
-    "FTG": (3e-3, 1e-2, 3e-2),
-    "FTG+": (1e-3, 3e-3, 1e-2),
-    "LoRA": (1e-3, 3e-3, 1e-2),
-    "FTALL": (3e-3, 1e-2, 3e-2),
+    "FTG": RATES_OF_ADAPTERS,
+    "FTG+": RATES_OF_ADAPTERS,
+    "LoRA": RATES_OF_ADAPTERS,
+    "FTALL": (3e-3, 1e-2, 3e-2, 6e-2),
     "SCRATCH": (1e-2, 3e-2, 6e-2),
 }
 WHOLE = ("FTALL", "SCRATCH")
