@@ -48,7 +48,7 @@ RATES_OF_ADAPTERS = (1e-3, 3e-3, 1e-2, 3e-2)
 METHODS: dict[str, tuple[float, ...]] = {
     "NOFT": (),
     "FTG": RATES_OF_ADAPTERS,
-    "FTG+": RATES_OF_ADAPTERS,
+    "FTG+": (*RATES_OF_ADAPTERS, 1e-1),
     "LoRA": RATES_OF_ADAPTERS,
     "FTALL": (3e-3, 1e-2, 3e-2, 6e-2),
     "SCRATCH": (1e-2, 3e-2, 6e-2),
