@@ -9,6 +9,10 @@ of the same size and vocabulary (SCRATCH). BLEU of the test text. Seed s starts 
 first so many pairs are the data of all seeds. All runs have the same number of updates, whatever the
 share of the data, but those of new models, which need more and have three times as many.
 
+What gates can do depends on how far experts differ, so FTG and FTG+ also adapt a model whose experts
+were trained jointly (NOBCD of mae_translation.py), which makes them differ more (specialisation.py);
+with all the data and one seed.
+
 Each method's learning rate is chosen first, with a quarter of the data, on the validation text, from the
 first model and with a seed that the report leaves out. A run that was stopped goes on where it was. The
 report:
@@ -28,7 +32,7 @@ from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, run_script
-from summaries import best_rate, by_seed, time_and_machine, with_deviation
+from summaries import best_rate, by_seed, latest, time_and_machine, with_deviation
 from translation_runs import FLAGS
 
 from hf_moa.markdown import table
@@ -54,6 +58,9 @@ METHODS: dict[str, tuple[float, ...]] = {
     "SCRATCH": (1e-2, 3e-2, 6e-2),
 }
 WHOLE = ("FTALL", "SCRATCH")
+BASE = "MAE-7"  # of mae_translation.py
+OTHER_BASE: Settings = {"base": "NOBCD", "seed": 1}
+METHODS_OF_OTHER_BASE = ("NOFT", "FTG", "FTG+")
 WARMUP = 0.1  # of the steps
 
 
@@ -94,6 +101,18 @@ def final_runs(results: Results) -> list[Settings]:
     ]
 
 
+def other_base_runs(results: Results) -> list[Settings]:
+    return [
+        {
+            "method": method,
+            "learning_rate": chosen_rate(results, method),
+            "fraction": FRACTIONS[-1] if METHODS[method] else 0.0,
+            **OTHER_BASE,
+        }
+        for method in METHODS_OF_OTHER_BASE
+    ]
+
+
 def chosen_rate(results: Results, method: str) -> float:
     """That with the best validation BLEU of the tuning runs; NOFT trains nothing."""
     return best_rate(results, "bleu", method=method, **TUNING) if METHODS[method] else 0.0
@@ -107,7 +126,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One run; of a tuning run, BLEU of the validation text."""
     source = {
         "corpus": "tatoeba",
-        "variant": "MAE-7",
+        "variant": settings.get("base", BASE),
         "steps": STEPS_OF_PRETRAINING,
         "seed": settings["seed"] or SEEDS[0],
     }
@@ -194,12 +213,28 @@ def report(results: Results, folder: Path) -> str:
         rate = f"{chosen_rate(results, method):g}" if rates else ""
         rows.append([method, size, rate, *(with_deviation(each) for each in values)])
     heads = ["method", "trained parameters", "learning rate", *(f"{f:.0%}" for f in FRACTIONS)]
-    return f"{table(heads, rows)}\n\n{time_and_machine(results)}"
+    return "\n\n".join(
+        [table(heads, rows), time_and_machine(results), "### By the experts' training", bases(results)]
+    )
+
+
+def bases(results: Results) -> str:
+    """BLEU with all the data from models whose experts were trained in turn, and jointly."""
+    seed = OTHER_BASE["seed"]
+    rows = []
+    for base in (None, OTHER_BASE["base"]):
+        values = []
+        for method in METHODS_OF_OTHER_BASE:
+            fraction = FRACTIONS[-1] if METHODS[method] else 0.0
+            found = latest(results, method=method, fraction=fraction, seed=seed, base=base)
+            values.append(f"{found['bleu']:.1f}" if found else "-")
+        rows.append([base or BASE, *values])
+    return table([f"base, seed {seed}", *METHODS_OF_OTHER_BASE], rows)
 
 
 def bleus(results: Results, method: str, fraction: float) -> list[float]:
     rate = chosen_rate(results, method)
-    found = by_seed(results, "bleu", method=method, fraction=fraction, learning_rate=rate)
+    found = by_seed(results, "bleu", method=method, fraction=fraction, learning_rate=rate, base=None)
     return [value for seed, value in found.items() if seed in SEEDS]
 
 
@@ -217,7 +252,11 @@ def draw(results: Results, path: Path) -> None:
 EXPERIMENT = Experiment(
     name="transfer",
     description=__doc__,
-    phases=(Phase("rates", tuning_runs, measure), Phase("fractions", final_runs, measure)),
+    phases=(
+        Phase("rates", tuning_runs, measure),
+        Phase("fractions", final_runs, measure),
+        Phase("other base", other_base_runs, measure),
+    ),
     report=report,
     needed={"models_dir": "where the pretrained models are kept; those that it lacks are trained"},
     optional=DATA_DIR,

@@ -124,16 +124,21 @@ def test_translation_specialisation_and_transfer(reproduce, data_dir, tmp_path, 
     transfer.SEEDS, transfer.FRACTIONS, transfer.PAIRS = (1,), (0.5,), 40
     transfer.STEPS = transfer.STEPS_FROM_SCRATCH = 2
     transfer.METHODS |= {name: rates[:1] for name, rates in transfer.METHODS.items()}
+    transfer.OTHER_BASE["base"] = "MAE-7"  # no further one is trained here
     folders[-1] = str(tmp_path / "pretrained")
     results = tmp_path / "transfer.jsonl"
     transfer.EXPERIMENT.main([*folders, "--results", str(results)])
     pretraining = tmp_path / "pretrained" / "tatoeba" / "MAE-7-1" / "all_results.json"
     assert json.loads(pretraining.read_text())["step"] == 4 * training.STEPS["tatoeba"]
     rows = rows_of(results)
-    assert len(rows) == 5 + 6  # learning rates; methods
+    assert len(rows) == 5 + 6 + 3  # learning rates; methods; those on another base
     sizes = {row["settings"]["method"]: row["measured"]["trainable_parameters"] for row in rows}
     assert sizes["NOFT"] == 0 < sizes["FTG"] < sizes["FTG+"] < sizes["FTALL"] == sizes["SCRATCH"]
-    assert "| LoRA |" in report_of(transfer, results, tmp_path, capsys)
+    shown = report_of(transfer, results, tmp_path, capsys)
+    assert "| LoRA |" in shown
+    of_bases = shown[shown.index("| base, seed 1 |") :]
+    assert of_bases.count("| MAE-7 |") == 2
+    assert "| - |" not in of_bases
     assert (tmp_path / "bleu.svg").is_file()
 
 
