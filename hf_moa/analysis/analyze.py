@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_moa.eval_mode import in_eval_mode
+from hf_moa.kinds import is_one
 from hf_moa.modeling.budgets import BudgetControl
 
 from .cct import CctMeasure, budget_name
@@ -81,7 +82,7 @@ def analyze(
         raise ValueError(f"budgets need a model with CCT (got {list(budgets)}); leave them out.")
     elif not budgets:
         raise ValueError(f"budgets must name at least one of {config.listed_budgets} (got none).")
-    for control in (module for module in gated.modules() if isinstance(module, BudgetControl)):
+    for control in (module for module in gated.modules() if is_one(module, BudgetControl)):
         for budget in budgets:
             control.share(budget)  # refuses one that it does not know, before the first call
     vocabulary = Vocabulary(tokenizer, kind_of)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_moa.kinds import is_one
 from hf_moa.modeling.attention import GatedAttention
 from hf_moa.modeling.cct_costs import AttentionCost, used_and_full
 from hf_moa.modeling.cct_feed_forward import FeedForwardGate
@@ -32,10 +33,10 @@ class _LayerCosts:
     @classmethod
     def of(cls, layer: nn.Module) -> tuple[str, _LayerCosts]:
         """Them, behind the name of the layer's stack."""
-        attentions = [module for module in layer.modules() if isinstance(module, GatedAttention)]
+        attentions = [module for module in layer.modules() if is_one(module, GatedAttention)]
         own = next(attention for attention in attentions if not attention.is_cross_attention)
         costs = {"cross" if a.is_cross_attention else "self": a.cost for a in attentions}
-        gate = next(module for module in layer.modules() if isinstance(module, FeedForwardGate))
+        gate = next(module for module in layer.modules() if is_one(module, FeedForwardGate))
         return part_of(own), cls(costs, gate.part_cost * gate.num_splits)
 
 

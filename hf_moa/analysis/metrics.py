@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moa.eval_mode import in_eval_mode
+from hf_moa.kinds import is_one
 from hf_moa.modeling.mae import MixtureOfHeads
 
 from .cct import budget_name
@@ -97,7 +98,7 @@ def expert_selection(
     if draws < 1:
         raise ValueError(f"draws must be at least 1 (got {draws}).")
     gated = gated_model_of(model)
-    before = next((m.selection for m in gated.modules() if isinstance(m, MixtureOfHeads)), None)
+    before = next((m.selection for m in gated.modules() if is_one(m, MixtureOfHeads)), None)
     rows = []
     try:
         for selection in (None, "argmax", "random"):

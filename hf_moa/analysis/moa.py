@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from hf_moa.kinds import is_one
 from hf_moa.modeling.moa import MixtureOfAttentionExperts
 from hf_moa.modeling.routing import TopKRouter, largest
 
@@ -50,7 +51,7 @@ class _Layer:
 
 def _router_of(mixture: MixtureOfAttentionExperts) -> TopKRouter:
     """Its router, also where an adapter has wrapped it."""
-    return next(module for module in mixture.modules() if isinstance(module, TopKRouter))
+    return next(module for module in mixture.modules() if is_one(module, TopKRouter))
 
 
 class MoaMeasure:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_moa.kinds import is_one
 from hf_moa.modeling.attention import GatedAttention
 from hf_moa.modeling.gated_model import GatedModel
 from hf_moa.modeling.task_losses import up_to_last_label
@@ -66,7 +67,7 @@ def part_of(attention: GatedAttention) -> str:
 
 def attention_layers(model: nn.Module) -> list[GatedAttention]:
     """All of them, in the order of the layers."""
-    return [module for module in model.modules() if isinstance(module, GatedAttention)]
+    return [module for module in model.modules() if is_one(module, GatedAttention)]
 
 
 def mixtures_by_part(model: nn.Module, kind: type) -> dict[str, list[nn.Module]]:
@@ -74,7 +75,7 @@ def mixtures_by_part(model: nn.Module, kind: type) -> dict[str, list[nn.Module]]
     found: dict[str, list[nn.Module]] = {}
     for attention in attention_layers(model):
         # PEFT's `modules_to_save` may have wrapped it
-        mixture = next((m for m in attention.mixture.modules() if isinstance(m, kind)), None)
+        mixture = next((m for m in attention.mixture.modules() if is_one(m, kind)), None)
         if mixture is not None:
             found.setdefault(part_of(attention), []).append(mixture)
     return found
@@ -87,7 +88,7 @@ def gated_model_of(model: nn.Module) -> GatedModel:
         ValueError: there is none.
     """
     for module in model.modules():
-        if isinstance(module, GatedModel):
+        if is_one(module, GatedModel):
             return module
     raise ValueError(
         f"model must be one of hf_moa's, which have gates (got {type(model).__name__}); "

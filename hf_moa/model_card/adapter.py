@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoConfig
 
+from hf_moa.kinds import is_one
 from hf_moa.modeling.configuration_gating import GatingConfig
 from hf_moa.modeling.ftg_config import LOADERS, saved_num_labels
 
@@ -140,7 +141,7 @@ def _config_of(base: str | None) -> GatingConfig:
 
 
 def _check_gated(config: Any, base: str | None) -> None:
-    if not isinstance(config, GatingConfig):
+    if not is_one(config, GatingConfig):
         raise ValueError(
             f"The adapter's base must be a gated model (got {base}, of model_type "
             f"{getattr(config, 'model_type', None)!r}); PEFT writes the cards of others."

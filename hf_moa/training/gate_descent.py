@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_moa.kinds import is_one
 from hf_moa.modeling.mae import MaeGate
 from hf_moa.modeling.process_sum import has_several_processes
 
@@ -36,7 +37,7 @@ def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for module in model.modules()
-        if isinstance(module, MaeGate)
+        if is_one(module, MaeGate)
         for parameter in module.parameters()
         if parameter.requires_grad
     ]

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import HPSearchBackend, HubStrategy, has_length, rotate_checkpoints
 from transformers.utils import logging
 
+from hf_moa.kinds import is_one
 from hf_moa.model_card import MeanExpertLoad
 from hf_moa.modeling.gated_model import GatedModel
 from hf_moa.modeling.task_losses import next_token_labels, token_share
@@ -472,7 +473,7 @@ class _GatedTraining(WritesModelCards):
                 self._staged = None
             self.state.best_model_checkpoint = best_checkpoint  # not the one of another name
             gated = self._gated_model()
-            if self.args.should_save and self.is_fsdp_enabled and isinstance(gated, GatedModel):
+            if self.args.should_save and self.is_fsdp_enabled and is_one(gated, GatedModel):
                 gated.save_config(staged)  # shards come without
             if self.args.should_save:
                 self.state.save_to_json(str(staged / "trainer_state.json"))

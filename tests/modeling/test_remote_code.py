@@ -114,3 +114,46 @@ def test_carried_files_import_one_another_alone(tmp_path):
         for line in path.read_text().splitlines():
             stripped = line.strip()
             assert not stripped.startswith(("from ..", "from . import", "import hf_moa", "from hf_moa"))
+
+
+_BEFORE_THE_PACKAGE = """
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+
+from hf_moa.analysis import analyze
+from hf_moa.training import MoaTrainer, MoaTrainingArguments, gate_parameters
+
+gates = gate_parameters(model)
+before = [gate.clone() for gate in gates]
+texts = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 40, (4, 6))]
+arguments = MoaTrainingArguments(
+    sys.argv[2], max_steps=1, per_device_train_batch_size=4, report_to=[], use_cpu=True
+)
+trainer = MoaTrainer(model=model, args=arguments, train_dataset=texts)
+assert trainer.mae_training == "bcd", trainer.mae_training
+trainer.train()
+assert gates and any(not torch.equal(old, new) for old, new in zip(before, gates))
+found = analyze(model, [{"input_ids": texts[0]["input_ids"][None]}])
+assert {name.split("_")[0] for name in found.tables} == {"mae", "cct"}, found.tables.keys()
+"""
+
+
+def test_package_knows_a_checkpoint_that_came_with_its_own_code(tmp_path):
+    case = CASE["GPT2LMHeadModel"]
+    case.build(attention_type="mae", cct_budgets=[1, 0.5]).save_pretrained(tmp_path / "checkpoint")
+    script = tmp_path / "before.py"
+    script.write_text(_BEFORE_THE_PACKAGE)
+    result = subprocess.run(
+        [sys.executable, script, tmp_path / "checkpoint", tmp_path / "run"],
+        env=os.environ | {"HF_HOME": str(tmp_path / "home")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
