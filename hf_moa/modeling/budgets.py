@@ -73,7 +73,15 @@ class BudgetList:
         """The distinct budgets as a user writes them."""
         return [row[0] if self.width == 1 else row for row in self.distinct]
 
-    def resolve(self, budget: Any, *, batch_size: int, device: torch.device, training: bool) -> Tensor:
+    def resolve(
+        self,
+        budget: Any,
+        *,
+        batch_size: int,
+        device: torch.device,
+        training: bool,
+        first: Tensor | None = None,
+    ) -> Tensor:
         """Index `[B]` of each sequence's budget among the distinct ones.
 
         Args:
@@ -83,6 +91,7 @@ class BudgetList:
             batch_size: B.
             device: of the result.
             training: whether None draws.
+            first: `[B]` of the list's numbers, with which the pairs that are drawn begin; None for any.
 
         Raises:
             ValueError: a budget that the model does not know, or a tensor of another shape.
@@ -98,7 +107,12 @@ class BudgetList:
         if not training:
             return torch.full((batch_size,), self.default, device=device)
         table = torch.tensor([self.distinct.index(row) for row in self.sampled], device=device)
-        return table[torch.randint(len(table), (batch_size,), device=device)]
+        if first is None:
+            return table[torch.randint(len(table), (batch_size,), device=device)]
+        firsts = torch.tensor([row[0] for row in self.sampled], device=device)
+        # shape: (B, list)
+        fits = (first.to(device).float().unsqueeze(-1) - firsts).abs() < _tolerance(first)
+        return table[torch.multinomial(fits.float(), 1).squeeze(-1)]
 
     def _match(self, budget: Tensor, batch_size: int) -> Tensor:
         shapes = [(batch_size,)] + ([(batch_size, self.width)] if self.width > 1 else [])
@@ -114,9 +128,7 @@ class BudgetList:
         # shape: (B, 1, width) - (budgets, width) -> (B, budgets)
         distance = (rows.double().unsqueeze(1) - table).abs().amax(dim=-1)
         closest, index = distance.min(dim=-1)
-        # bfloat16 tensors hold 0.33 to 1e-3, float32 ones, and float64 ones made of those, to 1e-8
-        tolerance = max(torch.finfo(budget.dtype).eps, 1e-6) if budget.is_floating_point() else 0.0
-        known = (closest <= tolerance).all()  # False for NaN too
+        known = (closest <= _tolerance(budget)).all()  # False for NaN too
         if torch.compiler.is_compiling():
             torch._assert_async(known)
         elif budget.dtype == torch.bool or not bool(known):
@@ -188,6 +200,12 @@ class BudgetControl(nn.Module):
         if isinstance(budget, Tensor) and budget.ndim == 2 and budget.shape[-1] == 2:
             return budget[:, self.half]
         return budget
+
+
+def _tolerance(budget: Tensor) -> float:
+    """How far a tensor's numbers may be from those of the list: bfloat16 ones hold 0.33 to 1e-3, float32
+    ones, and float64 ones made of those, to 1e-8."""
+    return max(torch.finfo(budget.dtype).eps, 1e-6) if budget.is_floating_point() else 0.0
 
 
 def _is_number(value: Any) -> bool:

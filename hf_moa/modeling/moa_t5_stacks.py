@@ -133,6 +133,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
         use_cache: bool | None = None,
         budget: Any = None,
         padding_mask: Tensor | None = None,
+        loss_config: MoaT5Config | None = None,
         **kwargs: Any,
     ) -> MoaBaseModelOutput:
         """transformers' T5Stack arguments, and:
@@ -144,6 +145,8 @@ class MoaT5Stack(MoaT5PreTrainedModel):
                 too); else drawn for each sequence in training, and the largest in eval.
             padding_mask: `[B, T]` bool, the real ones of these tokens. Default: what `attention_mask`
                 says.
+            loss_config: has the coefficients of the auxiliary losses. Default: the stack's own, which in
+                an encoder-decoder model is a copy of the model's.
 
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; `use_cache` in an encoder;
@@ -193,7 +196,11 @@ class MoaT5Stack(MoaT5PreTrainedModel):
             last_hidden_state=self.dropout(self.final_layer_norm(hidden_states)),
             **{CACHE_NAME: cache},
             **collect_gating(
-                self.config, records, budget=budgets, control=self.cct, requested=requested
+                loss_config or self.config,
+                records,
+                budget=budgets,
+                control=self.cct,
+                requested=requested,
             ),
         )
 
@@ -277,12 +284,13 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
             The decoder's last hidden states `[B, T, d]`, and the other fields of the output.
         """
         requested = {f"output_{name}": on for name, on in self._requested_gating(kwargs).items()}
-        kwargs |= requested | {"return_dict": True}
+        kwargs |= requested | {"return_dict": True, "loss_config": self.config}
+        encoded = None  # the budgets that the encoder had
         if encoder_outputs is None:
             tokens = inputs_embeds if input_ids is None else input_ids
         else:
-            tokens = encoder_outputs[0]
-        encoder_budget, decoder_budget = self._resolve_budgets(tokens, budget)
+            tokens, encoded = encoder_outputs[0], getattr(encoder_outputs, "budget", None)
+        encoder_budget, decoder_budget = self._resolve_budgets(tokens, budget, encoded)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids=input_ids,
@@ -319,16 +327,21 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
         }
 
     def _resolve_budgets(
-        self, tokens: Tensor | None, budget: Any
+        self, tokens: Tensor | None, budget: Any, encoded: Tensor | None
     ) -> tuple[BudgetIndex | None, BudgetIndex | None]:
-        """The encoder's and the decoder's budget of every sequence."""
+        """The encoder's and the decoder's budget of every sequence; in training, pairs that are drawn
+        begin with `encoded` `[B]`, those of an encoder that has run."""
         if self.budgets is None:
             self._refuse_budget(budget)
             return None, None
         if tokens is None:
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         pair = self.budgets.resolve(
-            budget, batch_size=tokens.shape[0], device=tokens.device, training=self.training
+            budget,
+            batch_size=tokens.shape[0],
+            device=tokens.device,
+            training=self.training,
+            first=encoded,
         )
         halves = []
         for stack, values in zip(

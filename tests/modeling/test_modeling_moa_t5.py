@@ -153,6 +153,28 @@ def test_training_draws_every_pair_alike():
     assert pairs.count((1, 2)) / 400 == pytest.approx(0.25, abs=0.07)
 
 
+def test_training_draws_the_pairs_of_what_is_encoded():
+    model = LM.build(cct_budgets=[[1, 1], [1, 0.33], [0.5, 0.33], [0.5, 0.25], [0.5, 0.25]]).train()
+    torch.manual_seed(0)
+    ids, _ = batch(batch_size=600, length=2)
+    encoded = model.encoder(ids)
+    pairs = model(encoder_outputs=encoded, decoder_input_ids=ids).budget
+    assert torch.equal(pairs[:, 0], encoded.budget)
+    drawn = [(round(first, 4), round(second, 4)) for first, second in pairs.tolist()]
+    assert set(drawn) == {(1, 1), (1, 0.33), (0.5, 0.33), (0.5, 0.25)}
+    halves = drawn.count((0.5, 0.33)) + drawn.count((0.5, 0.25))
+    assert drawn.count((0.5, 0.25)) / halves == pytest.approx(2 / 3, abs=0.08)
+
+
+def test_coefficients_of_the_losses_are_those_of_the_models_config():
+    model = LM.build(attention_type="moa", cct_budgets=[0.5]).train()
+    inputs = LM.inputs()
+    assert model(**inputs).aux_loss > 0
+    for name in ("router_balance_loss_coef", "router_z_loss_coef", "cct_budget_loss_coef"):
+        setattr(model.config, name, 0.0)
+    assert model(**inputs).aux_loss == 0
+
+
 # --- padding of the decoder -----------------------------------------------------------------------
 
 
