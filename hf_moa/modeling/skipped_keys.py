@@ -114,6 +114,11 @@ def scores_to_add(
         attention_mask = scores.new_ones(rows, columns, dtype=torch.bool).tril(columns - rows)
     if attention_mask.dtype == torch.bool:
         return scores.masked_fill(~attention_mask, float("-inf"))
+    if not attention_mask.is_floating_point():
+        raise ValueError(
+            "attention_mask of pairs of tokens must be bool (True where a query sees a key), or "
+            f"floating, to be added to the scores (got {attention_mask.dtype}); convert it with .bool()."
+        )
     return scores + attention_mask
 
 

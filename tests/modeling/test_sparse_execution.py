@@ -386,3 +386,12 @@ def test_execution_that_is_none_is_refused():
         model.set_cct_execution("fast")
     with pytest.raises(ValueError, match="set_cct_execution needs a model with CCT"):
         CASE["BertForMaskedLM"].build().set_cct_execution("dense")
+
+
+@pytest.mark.parametrize("execution", ["sparse", "dense"])
+def test_mask_of_pairs_must_not_hold_integers(execution):
+    model = CASE["BertModel"].build(cct_budgets=[1, 0.5], cct_execution=execution)
+    ids = CASE["BertModel"].inputs()["input_ids"]
+    mask = torch.ones(ids.shape[0], 1, ids.shape[1], ids.shape[1], dtype=torch.long).tril()
+    with pytest.raises((ValueError, RuntimeError), match=r"att(n|ention)_mask"):
+        model(ids, attention_mask=mask)
