@@ -64,7 +64,8 @@ class GatingConfig:
         mae_gate_hidden_size (`int`, defaults to 256): width of the gate's hidden layer.
         mae_gate_dropout (`float`, defaults to 0.1): dropout on the gate's hidden layer.
         mae_gate_window (`int` or `None`, defaults to 100):
-            Causal layers: the gate at a position averages this many most recent inputs (`None`: all).
+            Causal layers: the gate at a position averages the inputs of this many positions up to it
+            (`None`: all), padding left out: in the middle of a row, it leaves fewer to average.
         num_attention_experts (`int` or `None`, defaults to `None`):
             N of MoA, at least `num_attention_heads` (k). `None` means 2k.
         router_type (`str`, defaults to `"topk"`):
@@ -134,6 +135,7 @@ class GatingConfig:
     # fields of the backbone
     backbone_sizes: ClassVar[tuple[str, ...]] = ()
     backbone_dropouts: ClassVar[tuple[str, ...]] = ()
+    backbone_scales: ClassVar[tuple[str, ...]] = ()  # numbers of at least 0
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
@@ -144,8 +146,15 @@ class GatingConfig:
     def __post_init__(self, **kwargs: Any):
         # Read from the directory of a plain backbone, a config must not keep that one's type.
         kwargs.pop("model_type", None)
+        key_value_heads = kwargs.pop("num_key_value_heads", None)
         super().__post_init__(**kwargs)
         self.validate_gating()
+        expected = 1 if self.attention_type == "moa" else self.num_attention_heads
+        if key_value_heads not in (None, expected):
+            raise ValueError(
+                f"{type(self).__name__}.num_key_value_heads is {expected} with attention_type="
+                f"{self.attention_type!r} and cannot be chosen (got {key_value_heads!r}); leave it out."
+            )
         try:
             self.validate()  # the backbone's own rules
         except StrictDataclassError as error:
@@ -179,12 +188,15 @@ class GatingConfig:
             raise ValueError(f"{type(self).__name__}.{name}: {error}") from error
 
     def validate_gating(self) -> None:
-        """Check every gating field, and the backbone's sizes and dropouts. Called at construction, after
-        loading, and when a model is built."""
+        """Check every gating field, and the backbone's sizes, dropouts and scales. Called at
+        construction, after loading, and when a model is built."""
         for name in self.backbone_sizes:
             check_int(self, name, minimum=1)
         for name in self.backbone_dropouts:
-            _check_number(self, name, minimum=0.0, maximum=1.0)
+            check_number(self, name, minimum=0.0, maximum=1.0)
+        for name in self.backbone_scales:
+            check_number(self, name, minimum=0.0)
+        check_int(self, "chunk_size_feed_forward", minimum=0)
         _check_choice(self, "attention_type", ATTENTION_TYPES)
         _check_choice(self, "mae_gate_type", MAE_GATE_TYPES)
         _check_choice(self, "router_type", ROUTER_TYPES)
@@ -211,8 +223,8 @@ class GatingConfig:
             "cct_noise_max",
             "cct_budget_loss_coef",
         ):
-            _check_number(self, name, minimum=0.0)
-        _check_number(self, "mae_gate_dropout", minimum=0.0, below=1.0)
+            check_number(self, name, minimum=0.0)
+        check_number(self, "mae_gate_dropout", minimum=0.0, below=1.0)
         for name in (
             "cct_sublayer_norm",
             "output_router_logits",
@@ -372,7 +384,7 @@ def check_activation(config: Any, name: str) -> None:
         fail(config, name, f"must be one of {', '.join(sorted(ACT2FN))}")
 
 
-def _check_number(
+def check_number(
     config: Any, name: str, *, minimum: float, maximum: float = float("inf"), below: float = float("inf")
 ) -> None:
     value = getattr(config, name)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from transformers import BertConfig
 
-from .configuration_gating import GatingConfig, check_activation, check_bool
+from .configuration_gating import GatingConfig, check_activation, check_bool, check_number
 
 
 class MoaBertConfig(GatingConfig, BertConfig):
@@ -53,6 +53,7 @@ class MoaBertConfig(GatingConfig, BertConfig):
         "hidden_dropout_prob",
         "attention_probs_dropout_prob",
     )
+    backbone_scales: ClassVar[tuple[str, ...]] = ("layer_norm_eps", "initializer_range")
 
     head_dim: int | None = None
     pre_norm: bool = False
@@ -60,6 +61,8 @@ class MoaBertConfig(GatingConfig, BertConfig):
     def validate_gating(self) -> None:
         super().validate_gating()
         check_bool(self, "pre_norm")
+        if self.classifier_dropout is not None:
+            check_number(self, "classifier_dropout", minimum=0.0, maximum=1.0)
         check_activation(self, "hidden_act")
         self.validate_head_dim()
 

@@ -38,7 +38,13 @@ class MoaGPT2Config(GatingConfig, GPT2Config):
         "AutoModelForQuestionAnswering": "MoaGPT2ForQuestionAnswering",
     }
     backbone_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "n_positions", "n_embd", "n_layer")
-    backbone_dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    backbone_dropouts: ClassVar[tuple[str, ...]] = (
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "summary_first_dropout",
+    )
+    backbone_scales: ClassVar[tuple[str, ...]] = ("layer_norm_epsilon", "initializer_range")
 
     head_dim: int | None = None
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from transformers import T5Config
 from transformers.activations import ACT2FN
 
-from .configuration_gating import GatingConfig, fail, is_budget
+from .configuration_gating import GatingConfig, check_int, fail, is_budget
 
 
 class MoaT5Config(GatingConfig, T5Config):
@@ -48,8 +48,17 @@ class MoaT5Config(GatingConfig, T5Config):
         *GatingConfig.keys_to_ignore_at_inference,
         "encoder_last_hidden_state",
     ]
-    backbone_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers")
-    backbone_dropouts: ClassVar[tuple[str, ...]] = ("dropout_rate",)
+    backbone_sizes: ClassVar[tuple[str, ...]] = (
+        "vocab_size",
+        "d_model",
+        "d_kv",
+        "d_ff",
+        "num_layers",
+        "num_decoder_layers",
+        "relative_attention_max_distance",
+    )
+    backbone_dropouts: ClassVar[tuple[str, ...]] = ("dropout_rate", "classifier_dropout")
+    backbone_scales: ClassVar[tuple[str, ...]] = ("layer_norm_epsilon", "initializer_factor")
 
     def __post_init__(self, **kwargs: Any):
         if isinstance(self.cct_budgets, (list, tuple)):
@@ -59,9 +68,17 @@ class MoaT5Config(GatingConfig, T5Config):
 
     def validate_gating(self) -> None:
         super().validate_gating()
+        check_int(self, "relative_attention_num_buckets", minimum=4)  # two for either direction
         if self.dense_act_fn not in ACT2FN:
             functions = ", ".join(sorted(ACT2FN))
             fail(self, "feed_forward_proj", f"must be one of {functions}, or 'gated-' and one of them")
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """As in transformers; the decoder's has its own number of layers, of which caches are made."""
+        found = super().get_text_config(decoder=decoder, encoder=encoder)
+        if decoder and found is not self:
+            found.num_layers = self.num_decoder_layers
+        return found
 
     def validate_budgets(self) -> None:
         """Check `cct_budgets`: a non-empty list of numbers in (0, 1], or of pairs of such."""

@@ -160,6 +160,11 @@ FAMILY_BAD = [
     (T5, {"cct_budgets": [[1, 0]]}, "cct_budgets", "[1, 0]"),
     (T5, {"cct_budgets": 0.5}, "cct_budgets", "0.5"),
     (T5, {"feed_forward_proj": "gelu-gated-x"}, "feed_forward_proj", "gelu-gated-x"),
+    (T5, {"relative_attention_num_buckets": 3}, "relative_attention_num_buckets", "3"),
+    (BERT, {"classifier_dropout": 2.0}, "classifier_dropout", "2.0"),
+    (BERT, {"chunk_size_feed_forward": -1}, "chunk_size_feed_forward", "-1"),
+    (GPT2, {"num_key_value_heads": 2}, "num_key_value_heads", "2"),
+    (T5, {"attention_type": "moa", "num_key_value_heads": 4}, "num_key_value_heads", "4"),
 ]
 ALL_BAD = [(family, *row) for family in (GPT2, T5) for row in SHARED_BAD] + FAMILY_BAD
 
@@ -204,10 +209,22 @@ def test_cross_attention_needs_a_decoder():
 
 
 @each_family
-def test_bad_sizes_and_dropouts_of_the_backbone_are_errors(family):
+def test_bad_sizes_dropouts_and_scales_of_the_backbone_are_errors(family):
     for name in family.config_class.backbone_sizes:
         with pytest.raises(ValueError, match=rf"{name} must be an integer of at least 1 \(got 0\)"):
             family.config(**{name: 0})
     for name in family.config_class.backbone_dropouts:
         with pytest.raises(ValueError, match=rf"{name} must be .* \(got 1\.5\)"):
             family.config(**{name: 1.5})
+    for name in family.config_class.backbone_scales:
+        for value in (-0.5, float("nan")):
+            with pytest.raises(ValueError, match=rf"{name} must be a finite number .*got {value}"):
+                family.config(**{name: value})
+
+
+@each_family
+def test_heads_of_keys_follow_from_the_attention(family):
+    assert family.config(attention_type="moa", num_key_value_heads=1).num_key_value_heads == 1
+    plain = family.config(num_key_value_heads=4)
+    assert not hasattr(plain, "num_key_value_heads")
+    assert "num_key_value_heads" not in plain.to_dict()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from families import CASE
+from families import CASE, T5
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
@@ -355,3 +355,17 @@ def test_encoder_outputs_may_be_given(name):
     expected = model.generate(ids, **kwargs)
     encoded = model.get_encoder()(ids, return_dict=True)
     assert torch.equal(model.generate(encoder_outputs=encoded, **kwargs), expected)
+
+
+@pytest.mark.parametrize("implementation", [None, "static"])
+@pytest.mark.parametrize("name", ["mha", "mae-1", "cct"])
+def test_decoder_may_have_more_layers_than_the_encoder(name, implementation):
+    case = CASE["T5ForConditionalGeneration"]
+    fields = T5.variants[name] | {"num_layers": 1, "num_decoder_layers": 3}
+    model, inputs = case.build(**fields), case.inputs()
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    options = {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
+    expected = model.generate(**inputs, **options, use_cache=False)
+    kind = {} if implementation is None else {"cache_implementation": implementation}
+    actual = model.generate(**inputs, **options, **kind, disable_compile=True)
+    assert torch.equal(actual, expected)
