@@ -220,16 +220,11 @@ def report(results: Results, folder: Path) -> str:
 
 def bases(results: Results) -> str:
     """BLEU with all the data from models whose experts were trained in turn, and jointly."""
-    seed = OTHER_BASE["seed"]
-    rows = []
+    runs, rows = other_base_runs(results), []
     for base in (None, OTHER_BASE["base"]):
-        values = []
-        for method in METHODS_OF_OTHER_BASE:
-            fraction = FRACTIONS[-1] if METHODS[method] else 0.0
-            found = latest(results, method=method, fraction=fraction, seed=seed, base=base)
-            values.append(f"{found['bleu']:.1f}" if found else "-")
-        rows.append([base or BASE, *values])
-    return table([f"base, seed {seed}", *METHODS_OF_OTHER_BASE], rows)
+        found = [latest(results, **{**run, "base": base}) for run in runs]
+        rows.append([base or BASE, *(f"{each['bleu']:.1f}" if each else "-" for each in found)])
+    return table([f"base, seed {OTHER_BASE['seed']}", *METHODS_OF_OTHER_BASE], rows)
 
 
 def bleus(results: Results, method: str, fraction: float) -> list[float]:
