@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_moa import FTGConfig
+from hf_moa.model_card.adapter import BASE_FOLDER
 from hf_moa.modeling.ftg_model import selected_modules
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,12 @@ class AdapterArguments:
 
 
 def adapt(
-    model: PreTrainedModel, adapter_args: AdapterArguments, task_type: TaskType, base_folder: str | Path
+    model: PreTrainedModel, adapter_args: AdapterArguments, task_type: TaskType, output_dir: str | Path
 ) -> nn.Module:
     """The model with the adapter in it, or as it is.
 
-    A base that is on no disk yet, as one that has just been converted, is saved to `base_folder`: the
-    adapter's files name it.
+    A base that is on no disk yet, as one that has just been converted, is saved beside the adapter, to
+    `base_model` in `output_dir`: the adapter's files name that folder.
 
     Raises:
         ValueError: the adapter finds nothing to train in the model.
@@ -90,9 +91,10 @@ def adapt(
     else:
         config = ftg_config(adapter_args, task_type)
     if not _is_stored(model):
-        model.save_pretrained(base_folder)
-        model.config.name_or_path = model.name_or_path = str(base_folder)
-        logger.info(f"The adapter's base model is in {base_folder}.")
+        folder = Path(output_dir, BASE_FOLDER).resolve()  # the adapter loads from wherever one is
+        model.save_pretrained(folder)
+        model.config.name_or_path = model.name_or_path = str(folder)
+        logger.info(f"The adapter's base model is in {folder}.")
     return get_peft_model(model, config)
 
 

@@ -283,7 +283,7 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
     model = load_model(model_args, gating_args, task)
     check_budgets(gating_args, model)
-    model = adapt(model, adapter_args, TaskType.SEQ_CLS, Path(training_args.output_dir, "base_model"))
+    model = adapt(model, adapter_args, TaskType.SEQ_CLS, training_args.output_dir)
     label_ids = None if task.is_regression else label_order(model, task)
 
     tokenizer = load_tokenizer(model_args)

@@ -15,7 +15,6 @@ instead: `python examples/run_qa.py arguments.json`.
 
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import datasets
 from adapter_arguments import AdapterArguments, adapt
@@ -164,9 +163,7 @@ def main(args: list[str] | None = None) -> None:
     )
     model = convert(model, gating_args)
     check_budgets(gating_args, model)
-    model = adapt(
-        model, adapter_args, TaskType.QUESTION_ANS, Path(training_args.output_dir, "base_model")
-    )
+    model = adapt(model, adapter_args, TaskType.QUESTION_ANS, training_args.output_dir)
     tokenizer = load_tokenizer(model_args)
 
     def prepare(split: str) -> Features:

@@ -144,9 +144,7 @@ def main(args: list[str] | None = None) -> None:
     fields = token_fields(tokenizer)
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
     check_budgets(gating_args, model)
-    model = adapt(
-        model, adapter_args, TaskType.SEQ_2_SEQ_LM, Path(training_args.output_dir, "base_model")
-    )
+    model = adapt(model, adapter_args, TaskType.SEQ_2_SEQ_LM, training_args.output_dir)
     with training_args.main_process_first(desc="tokenizing"):
         sets = {
             split: tokenize(pairs[split], tokenizer, data_args, most, split)

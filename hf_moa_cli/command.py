@@ -103,7 +103,7 @@ def load_checkpoint(source: str) -> Any:
 def _load_adapter(source: str, path: Path) -> Any:
     from peft import PeftModel
 
-    from hf_moa.model_card.adapter import base_class_of
+    from hf_moa.model_card.adapter import BASE_FOLDER, base_class_of
     from hf_moa.modeling.ftg_config import saved_num_labels
 
     facts = json.loads(path.read_text(encoding="utf-8"))
@@ -116,6 +116,9 @@ def _load_adapter(source: str, path: Path) -> Any:
     weights = _file_of(source, "adapter_model.safetensors")
     labels = None if weights is None else saved_num_labels(weights.parent)
     options = {} if labels is None else {"num_labels": labels}
+    is_beside = Path(base).name == BASE_FOLDER and not Path(base).is_dir()
+    if is_beside and _file_of(source, f"{BASE_FOLDER}/config.json"):
+        base, options["subfolder"] = source, BASE_FOLDER
     model = _load_model(base, lambda config: base_class_of(facts, config), **options)
     return PeftModel.from_pretrained(model, source).eval()
 
@@ -127,14 +130,14 @@ def _load_model(
 
     Args:
         class_of: its configuration -> the name of its class; None: what the checkpoint names.
-        options: fields of the configuration.
+        options: fields of the configuration, or `subfolder`.
     """
     from transformers import AutoConfig
 
     import hf_moa
     from hf_moa.modeling.configuration_gating import GatingConfig
 
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, subfolder=options.get("subfolder", ""))
     if not isinstance(config, GatingConfig):
         raise ValueError(
             f"{source} must be a checkpoint of hf_moa (got model_type {config.model_type!r}); `hf-moa "

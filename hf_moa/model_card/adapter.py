@@ -22,9 +22,11 @@ from .files import read_object
 # PEFT's names of tasks -> the classes that adapters for them are loaded onto.
 _AUTO_CLASSES = {task: f"AutoModel{suffix}" for task, suffix in LOADERS.items()}
 _AUTO_CLASSES["FEATURE_EXTRACTION"] = "AutoModel"
+# Where the example scripts save a base that is nowhere else, in the adapter's folder.
+BASE_FOLDER = "base_model"
 # What precedes the names in the card that `FTGConfig` writes.
 _FTG_TITLE = re.compile(r"^(# FTG\+? )adapter of .*$", flags=re.MULTILINE)
-_FTG_SNIPPET = re.compile(r'(AutoPeftModel\w*\.from_pretrained\(")[^"]*')
+_FTG_SNIPPET = re.compile(r'(PeftModel\w*\.from_pretrained\((?:base, )?")[^"]*')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +34,18 @@ class Adapter:
     """A PEFT adapter of a gated model.
 
     Attributes:
-        method: as PEFT names it: "FTG", "LORA".
+        method: as PEFT names it: "FTG", "LORA"; and "FTG+".
         base: name or path of the base model; None where it has none.
         config: of the base model, with as many labels as the adapter's classifier has.
         model_class: of the base model, with the head that the adapter is for; None: the config says.
+        base_folder: the folder in the adapter's own that the base lies in; None where it lies elsewhere.
     """
 
     method: str
     base: str | None
     config: GatingConfig
     model_class: str | None
+    base_folder: str | None = None
 
     @classmethod
     def of(cls, model: PeftModel) -> Adapter:
@@ -59,7 +63,8 @@ class Adapter:
     @classmethod
     def in_folder(cls, folder: Path, *, base_model: str | None = None) -> Adapter:
         """That of a folder with adapter_config.json. The base's configuration is read from where the
-        adapter names it; where that is no folder, from `base_model`, if it is given.
+        adapter names it or has it beside itself; where that is no folder, from `base_model`, if it is
+        given.
 
         Raises:
             ValueError: the file is no adapter's; the configuration cannot be read, or is of no gated
@@ -72,17 +77,45 @@ class Adapter:
                 f"{folder / 'adapter_config.json'} must name the adapter's method, peft_type (got "
                 f"{method!r}); give the folder that save_pretrained or MoaTrainer wrote."
             )
-        config = _config_of(base if base and Path(base).is_dir() else base_model or base)
+        base_folder = base_beside(folder, base)
+        if base_folder is not None:
+            source = str(folder / base_folder)
+        else:
+            source = base if base and Path(base).is_dir() else base_model or base
+        config = _config_of(source)
         config.num_labels = saved_num_labels(folder) or config.num_labels
         model_class = base_class_of(facts, config)
-        return cls(method=method, base=base, config=config, model_class=model_class)
+        return cls(
+            method=_method(method, facts.get("plus", False)),
+            base=base,
+            config=config,
+            model_class=model_class,
+            base_folder=base_folder,
+        )
 
     @property
     def base_carries_code(self) -> bool:
         """Whether the base loads with `trust_remote_code=True`, as far as it is here to be seen."""
+        if self.base_folder is not None:
+            return False  # transformers looks for code where the adapter is
         folder = Path(self.base or "")
         code = folder / f"modeling_{self.config.model_type}.py"
         return not self.base or not folder.is_dir() or code.is_file()
+
+
+def base_beside(folder: str | Path, base: str | None) -> str | None:
+    """The folder in an adapter's own that its base lies in; None where it lies elsewhere.
+
+    Args:
+        folder: the adapter's.
+        base: what the adapter names. Where that is no longer there, the two may have moved together.
+    """
+    if not base:
+        return None
+    folder, path = Path(folder).resolve(), Path(base).resolve()
+    if path.is_dir():
+        return path.relative_to(folder).as_posix() if folder in path.parents else None
+    return BASE_FOLDER if path.name == BASE_FOLDER and (folder / BASE_FOLDER).is_dir() else None
 
 
 def base_class_of(facts: Mapping[str, Any], config: GatingConfig) -> str | None:
@@ -100,11 +133,15 @@ def base_class_of(facts: Mapping[str, Any], config: GatingConfig) -> str | None:
 
 
 def peft_method(peft_configs: Mapping[str, Any] | None) -> str | None:
-    """The method of the first adapter, as PEFT names it; None without one."""
+    """The method of the first adapter, as PEFT names it, or "FTG+"; None without one."""
     if not peft_configs:
         return None
-    method = next(iter(peft_configs.values())).peft_type
-    return str(getattr(method, "value", method))
+    config = next(iter(peft_configs.values()))
+    return _method(getattr(config.peft_type, "value", config.peft_type), getattr(config, "plus", False))
+
+
+def _method(peft_type: str, plus: bool) -> str:
+    return "FTG+" if peft_type == "FTG" and plus else peft_type
 
 
 def with_names(card: ModelCard | None, *, name: str, base_model: str | None) -> ModelCard | None:

@@ -46,6 +46,10 @@ _COMMENT = f"""{MARK}, from what it knows of this model. Add what only you know:
 where the data come from. Sections of your own stay when the card is written anew; this introduction too,
 once this comment is gone. -->"""
 
+_FTG = {
+    "FTG": "It trains copies of the base's gates",
+    "FTG+": "It trains copies of the base's gates and of its attention's output projections",
+}
 _BACKBONES = {"bert": "BERT", "gpt2": "GPT-2", "t5": "T5"}
 
 
@@ -67,6 +71,7 @@ def model_card(
     expert_load: Mapping[str, Sequence[Sequence[float]]] | None = None,
     expert_load_of: str = "the training batches of the last log",
     adapter: str | None = None,
+    base_folder: str | None = None,
     has_tokenizer: bool = True,
     carries_code: bool = True,
 ) -> ModelCard:
@@ -91,7 +96,8 @@ def model_card(
         expert_load: part of the layer -> `[layers][N]`, each expert's share of the assignments or, of
             an MAE gate, of the weight.
         expert_load_of: what `expert_load` is the mean over, in words.
-        adapter: the PEFT method ("FTG", "LORA"), where the card is an adapter's.
+        adapter: the PEFT method ("FTG", "FTG+", "LORA"), where the card is an adapter's.
+        base_folder: the folder beside an adapter that its base is in, where it is nowhere else.
         has_tokenizer: whether a tokenizer is saved with the model.
         carries_code: whether the checkpoint loads with `trust_remote_code=True`.
 
@@ -128,7 +134,7 @@ def model_card(
         tags=[
             "hf_moa",
             *mechanism_tags(config),
-            *([adapter.lower()] if adapter else []),
+            *([adapter.lower().rstrip("+")] if adapter else []),
             *tags,
         ],
     )
@@ -141,6 +147,7 @@ def model_card(
             has_tokenizer=has_tokenizer,
             carries_code=carries_code,
             base=base if adapter else None,
+            base_folder=base_folder,
         ),
         MECHANISM: mechanisms_in_words(config),
         **_training_sections(training or TrainingFacts()),
@@ -155,7 +162,7 @@ def model_card(
             f"mean over {expert_load_of}. The entropy is relative to that of an even load.\n\n"
             f"{expert_load_table(expert_load)}"
         )
-    entries = citations(config, is_ftg=adapter == "FTG")
+    entries = citations(config, is_ftg=adapter in _FTG)
     if entries:
         sections[CITATION] = "```bibtex\n" + "\n\n".join(entries) + "\n```"
     introduction = _introduction(config, model_class, base_model, adapter)
@@ -203,7 +210,10 @@ def _introduction(
     what = f"a {backbone} {joined}" if joined else f"a {backbone}"
     if adapter is not None:
         of = f"`{base_model}`, " if base_model else ""
-        return f"A PEFT adapter ({adapter}) of {of}{what} (`{model_class}`)."
+        text = f"A PEFT adapter ({adapter}) of {of}{what} (`{model_class}`)."
+        if adapter in _FTG:
+            text += f" {_FTG[adapter]}, and leaves all else as it is (Peng et al. 2020, section 5.2)."
+        return text
     origin = f" It started from `{base_model}`." if base_model else ""
     return f"{what[0].upper()}{what[1:]} (`{model_class}`).{origin}"
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from hf_moa.modeling.configuration_gating import GatingConfig
 
-from .adapter import Adapter, with_names
+from .adapter import Adapter
 from .card import HYPERPARAMETERS, model_card
 from .existing import base_on_hub, merged_card, read_card, split_sections
 from .facts import DataUsed, TrainingFacts, as_number, eval_results, hub_name, is_hub_id, named_metrics
@@ -80,7 +80,6 @@ def checkpoint_card(
         config, model_class = adapter.config, adapter.model_class
         carries_code = adapter.base_carries_code
         base_model = base_model or hub_name(adapter.base) or base_on_hub(old)
-        old = with_names(old, name=name, base_model=base_model)
     known = old.data if old is not None else None
     state = read_object(folder / "trainer_state.json") if _has(folder, "trainer_state.json") else {}
     log = state.get("log_history") or []
@@ -109,6 +108,7 @@ def checkpoint_card(
         has_tokenizer=any(_has(folder, name) for name in _TOKENIZER_FILES),
         carries_code=carries_code,
         adapter=None if adapter is None else adapter.method,
+        base_folder=None if adapter is None else adapter.base_folder,
         expert_load=expert_load,
         expert_load_of=expert_load_of,
     )

@@ -40,6 +40,7 @@ def loading_in_words(
     has_tokenizer: bool,
     carries_code: bool,
     base: str | None,
+    base_folder: str | None = None,
 ) -> str:
     """Snippets with this package and without it.
 
@@ -48,36 +49,42 @@ def loading_in_words(
         has_tokenizer: whether a tokenizer is saved beside the model.
         carries_code: whether the checkpoint loads with `trust_remote_code=True`.
         base: for an adapter, the model that it adapts.
+        base_folder: for an adapter, the folder beside it that the base is in, in the place of `base`.
     """
     auto = {known: auto for auto, known in config.auto_classes.items()}[model_class]
-    source = base or name
-    imports = [auto, *(["AutoTokenizer"] if has_tokenizer else [])]
-    packages = ["import hf_moa  # makes transformers know this model"]
+    source = name if base_folder else base or name
+    loader, packages = auto, ["import hf_moa  # makes transformers know this model"]
+    if base_folder:  # the auto classes load the base that the adapter beside it names
+        loader, packages = model_class, [f"from hf_moa import {model_class}"]
+    tokenizers = ["AutoTokenizer"] if has_tokenizer else []
+    imports = [*([] if base_folder else [auto]), *tokenizers]
     peft = ["from peft import PeftModel"] if base else []
     is_classifier = auto.endswith(("SequenceClassification", "TokenClassification"))
     # the base need not have the head that is saved with an adapter
-    labels = f", num_labels={config.num_labels}" if base and is_classifier else ""
+    options = f', subfolder="{base_folder}"' if base_folder else ""
+    options += f", num_labels={config.num_labels}" if base and is_classifier else ""
     use = _use(config, model_class, name=name, has_tokenizer=has_tokenizer)
     torch = ["import torch"] if any("torch." in line for line in use) else []
     with_package = [
         *packages,
         *torch,
         *peft,
-        f"from transformers import {', '.join(imports)}",
+        *([f"from transformers import {', '.join(imports)}"] if imports else []),
         "",
-        *_load(auto, source, adapter=name if base else None, options=labels),
+        *_load(loader, source, adapter=name if base else None, options=options),
         *use,
     ]
-    text = f"With this model's package (`pip install hf-moa`):\n\n{_python(with_package)}"
+    text = f"With this model's package, hf_moa:\n\n{_python(with_package)}"
     if not carries_code:
         return text
     alone = [
         *peft,
-        f"from transformers import {auto}",
+        f"from transformers import {', '.join([auto, *tokenizers])}",
         "",
         *_load(
-            auto, source, adapter=name if base else None, options=f"{labels}, trust_remote_code=True"
+            auto, source, adapter=name if base else None, options=f"{options}, trust_remote_code=True"
         ),
+        *([_tokenizer(name, ", trust_remote_code=True")] if has_tokenizer else []),
     ]
     return (
         f"{text}\n\nWithout it, {'the base model' if base else 'the checkpoint'} brings its own code, "
@@ -125,7 +132,7 @@ def budgets_of(config: GatingConfig, model_class: str) -> list[Any]:
 
 
 def _inputs(config: GatingConfig, task: str, name: str) -> list[str]:
-    lines = [f'tokenizer = AutoTokenizer.from_pretrained("{name}")']
+    lines = [_tokenizer(name)]
     if task == "multiple-choice":
         return [
             *lines,
@@ -137,6 +144,10 @@ def _inputs(config: GatingConfig, task: str, name: str) -> list[str]:
         "question-answering": '"Who gates the heads?", "A layer gates its heads"',
     }
     return [*lines, f'inputs = tokenizer({texts.get(task, _text(task))}, return_tensors="pt")']
+
+
+def _tokenizer(name: str, options: str = "") -> str:
+    return f'tokenizer = AutoTokenizer.from_pretrained("{name}"{options})'
 
 
 def _text(task: str) -> str:

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_moa.environment import environment
 
-from .adapter import peft_method, with_names
+from .adapter import base_beside, peft_method
 from .card import model_card
 from .existing import base_on_hub, merged_card, read_card, write_card
 from .facts import (
@@ -44,13 +44,12 @@ def write_trainer_card(trainer: Trainer, folder: str | Path, **facts: Any) -> No
     except ValueError as error:
         logger.warning(f"No model card was written. {error}")
         return
+    facts.setdefault("folder", folder)
     if facts.get("model_name") is None and _repository(trainer) is None:
         facts["model_name"] = Path(folder).absolute().name
     if facts.get("tasks") is None and old is not None:
         facts["tasks"] = old.data.pipeline_tag  # what somebody said, where the class only suggests
     card = trainer_card(trainer, **facts)
-    base_model = card.data.base_model or base_on_hub(old)
-    old = with_names(old, name=_name(trainer, facts.get("model_name")), base_model=base_model)
     is_trained = trainer.state.global_step > 0
     write_card(merged_card(card, old, same_weights=not is_trained), path)
 
@@ -67,6 +66,7 @@ def trainer_card(
     dataset_tags: str | Sequence[str] | None = None,
     dataset: str | Sequence[str] | None = None,
     dataset_args: str | Sequence[str] | None = None,
+    folder: str | Path | None = None,
 ) -> ModelCard:
     """The card of the gated model that a trainer holds.
 
@@ -80,6 +80,8 @@ def trainer_card(
         tasks: default: what the model's class is for. Of several, the first.
         dataset_tags, dataset, dataset_args: ids on the Hub, names and configurations of the data sets.
             Default: those that the trainer's data sets were loaded from.
+        folder: that the model is saved in, beside which an adapter's base may lie. Default: the output
+            folder.
 
     Raises:
         ValueError: the model is not gated; `license` is no identifier.
@@ -100,10 +102,12 @@ def trainer_card(
     evaluated = [used for used in training if used.use == "evaluation"] or named
     method = peft_method(peft_configs)
     base = finetuned_from or getattr(config, "_name_or_path", None)
+    base_folder = None
     if method is None:
         base = base_model_of(base)
     else:  # the very model that the adapter is loaded onto, and not what that one came from
-        base = hub_name(next(iter(peft_configs.values())).base_model_name_or_path or base)
+        adapted = next(iter(peft_configs.values())).base_model_name_or_path or base
+        base, base_folder = hub_name(adapted), base_beside(folder or trainer.args.output_dir, adapted)
     is_trained = trainer.state.global_step > 0
     return model_card(
         config,
@@ -128,6 +132,8 @@ def trainer_card(
         measured_on=_machine(trainer),
         expert_load=getattr(trainer, "expert_load", None),
         adapter=method,
+        base_folder=base_folder,
+        carries_code=base_folder is None,
         has_tokenizer=_has_tokenizer(trainer),
     )
 

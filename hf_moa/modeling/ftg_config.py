@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from transformers.utils import logging
 
 # In a `try`, so that a checkpoint's code loads where PEFT is not installed.
 try:
@@ -16,8 +17,15 @@ try:
 except ImportError:
     raise
 
+logger = logging.get_logger(__name__)
+
 GATE_KINDS = ("mae", "router", "cct")
-_CARD_TITLES = ("# FTG adapter of", "# FTG+ adapter of")
+# The text of an adapter's card, from its title to its last sentence, and what PEFT adds to it later.
+_CARD = re.compile(
+    r"^# FTG\+? adapter of .*?^`PeftModel\.from_pretrained\(base, \.\.\.\)`\.$"
+    r"(\s*^### Framework versions\s+^- PEFT \S+$(?!\n- ))?",
+    re.DOTALL | re.MULTILINE,
+)
 # What an adapter's card calls the adapter, before it has a name.
 ADAPTER_PLACE = "path/or/name/of/this/adapter"
 # PEFT's names of tasks -> what its classes that load adapters for them are called behind "AutoPeftModel"
@@ -113,8 +121,17 @@ class FTGConfig(PeftConfig):
             self.exclude_modules = set(self.exclude_modules)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """As in PEFT; and the adapter's card says what it is and how to load it."""
+        """As in PEFT; and the adapter's card says what it is and how to load it.
+
+        An adapter that names no base is saved with a warning.
+        """
         super().save_pretrained(save_directory, **kwargs)
+        if not self.base_model_name_or_path:
+            logger.warning(
+                f"The adapter in {save_directory} names no base model, since the model that it was made "
+                "on was in memory alone: save that model, load it from there and adapt it, or keep it "
+                "for `PeftModel.from_pretrained(base, ...)`."
+            )
         card = Path(save_directory, "README.md")
         if not card.is_file():
             return
@@ -123,9 +140,9 @@ class FTGConfig(PeftConfig):
         if not text.startswith("---") or start == len("\n---") - 1:
             return
         body = text[start:].strip()
-        if body.startswith(_CARD_TITLES):
-            # sections that others have added stay
-            kept = body[body.index("\n## ") :] if "\n## " in body else ""
+        if _CARD.match(body):
+            kept = without_ftg_card(body)  # what others have added
+            kept = f"\n{kept}" if kept else ""
         elif body.startswith("# Model Card for"):  # PEFT's draft
             kept = ""
         else:  # somebody's own text
@@ -145,6 +162,10 @@ class FTGConfig(PeftConfig):
         options = "" if num_labels is None else f", num_labels={num_labels}"
         if task is None:  # PEFT imports the base's own class
             options += ', import_allowlist=["hf_moa"]'
+        load = f'{loader}.from_pretrained("{ADAPTER_PLACE}"{options})'
+        if not self.base_model_name_or_path:
+            loader = "PeftModel"
+            load = f'{loader}.from_pretrained(base, "{ADAPTER_PLACE}")  # the model that it was made on'
         return f"""# {"FTG+" if self.plus else "FTG"} adapter of {base}
 
 A PEFT adapter for a gated Transformer: it trains copies of the base model's {", ".join(trained)} (as far
@@ -155,12 +176,17 @@ than h Heads", section 5.2).
 {first}
 from peft import {loader}
 
-model = {loader}.from_pretrained("{ADAPTER_PLACE}"{options})
+model = {load}
 ```
 
-`pip install hf-moa` brings it. Without it, load the base first, with `trust_remote_code=True`, and then
+The package hf_moa brings it. Without it, load the base first, with `trust_remote_code=True`, and then
 `PeftModel.from_pretrained(base, ...)`.
 """
+
+
+def without_ftg_card(text: str) -> str:
+    """The text of a card without what `FTGConfig` wrote into it."""
+    return _CARD.sub("", text, count=1).strip()
 
 
 def saved_num_labels(folder: str | Path) -> int | None:

@@ -167,12 +167,15 @@ def test_cct_anneals_its_noise_and_is_evaluated_at_each_budget(run_glue, argumen
 
 
 @pytest.mark.parametrize("adapter", ["ftg", "ftg+", "lora"])
-def test_adapter_is_saved_beside_its_base_and_loads(run_glue, arguments, adapter):
+def test_adapter_is_saved_beside_its_base_and_loads(run_glue, arguments, adapter, tmp_path, monkeypatch):
     arguments.update(
         attention_type="mae", adapter=adapter, modules_to_save=["pooler"], eval_strategy="epoch"
     )
-    run_glue.main(command_line(arguments))
-    saved = Path(arguments["output_dir"], "adapter_model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    run_glue.main(command_line(arguments | {"output_dir": "adapter"}))
+    monkeypatch.chdir("/")  # it loads from anywhere
+    arguments["output_dir"] = str(tmp_path / "adapter")
+    saved = Path(arguments["output_dir"], "adapter_model.safetensors").resolve()
     assert saved.stat().st_size < 100_000
     assert not list(saved.parent.glob("model*.safetensors"))
 

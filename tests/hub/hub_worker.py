@@ -23,7 +23,7 @@ else:
 import peft
 import torch
 import transformers
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
 CALLS = {}
 UNPICKLED: list[str] = []  # every global that Python's unpickler looked up
@@ -114,6 +114,19 @@ def train_adapter(base: str, repository: str, folder: str) -> dict[str, Any]:
     return describe(model, subject.inputs())
 
 
+@call
+def train_adapter_beside_its_base(repository: str, folder: str) -> dict[str, Any]:
+    """As an example script whose base is nowhere else; pushed once, at the end."""
+    from subjects import SUBJECTS
+
+    subject, base = SUBJECTS["bert"], Path(folder, "base_model")
+    subject.build(0).save_pretrained(base)
+    config = hf_moa.FTGConfig(task_type=subject.task_type, init_weights=False)
+    model = peft.get_peft_model(subject.case.auto.from_pretrained(base), config)
+    train_and_push(folder, repository, hub_strategy="end", model=model)
+    return describe(model, subject.inputs())
+
+
 def train_and_push(folder: str, repository: str, **arguments: Any) -> Any:
     from subjects import SUBJECTS, make_trainer
 
@@ -167,6 +180,15 @@ def pull_adapter(
 ) -> dict[str, Any]:
     model = getattr(transformers, auto).from_pretrained(base, **pull)
     return describe(peft.PeftModel.from_pretrained(model, repository), inputs)
+
+
+@call
+def pull_adapter_as_its_card_says(repository: str, inputs: dict[str, list]) -> dict[str, Any]:
+    card = Path(hf_hub_download(repository, "README.md")).read_text(encoding="utf-8")
+    code = card.split("```python\n")[1].split("inputs =")[0]
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    return describe(names["model"], inputs)
 
 
 @call

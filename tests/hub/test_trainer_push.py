@@ -137,6 +137,15 @@ def test_run_of_an_adapter_pushes_the_adapter(hub, owner, reader, tmp_path):
     assert pulled["logits"] == adapted["logits"] != plain["logits"]
 
 
+def test_adapter_beside_its_base_loads_as_its_card_says(hub, owner, reader, tmp_path):
+    repository = "user/run-adapter-and-base"
+    trained = owner.call("train_adapter_beside_its_base", repository=repository, folder=str(tmp_path))
+    (tmp_path / "base_model").rename(tmp_path / "gone")
+    arguments = {"repository": repository, "inputs": BERT.inputs()}
+    pulled = reader.call("pull_adapter_as_its_card_says", **arguments)
+    assert pulled["logits"] == trained["logits"]
+
+
 def test_accelerate_script_pushes_model_tokenizer_and_card_at_once(hub, owner, reader, tmp_path):
     """By the folder's name alone, to which the hub adds the owner."""
     flags = {"output_dir": str(tmp_path / "accelerated"), "hub_private_repo": False}

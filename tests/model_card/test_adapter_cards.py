@@ -25,6 +25,7 @@ from hf_moa import FTGConfig, MoaBertConfig
 from hf_moa.adapters import push_to_hub
 from hf_moa.model_card import Adapter, model_card, read_card, trainer_card
 from hf_moa.modeling.ftg_config import ADAPTER_PLACE
+from hf_moa_cli.command import load_checkpoint
 
 ADAPTERS = {
     "ftg": FTGConfig(task_type="SEQ_CLS", plus=True),
@@ -47,8 +48,8 @@ def test_card_of_an_adapter(method, tmp_path, monkeypatch):
     assert "local/base" not in str(card)
     assert ADAPTER_PLACE not in card.text
     assert refusals(str(card)) == []
-    assert ("FTG+ adapter of" in card.text) == (method == "ftg")
-    assert ("AutoPeftModel" in card.text) == (method == "ftg")
+    assert ("attention's output projections" in card.text) == (method == "ftg")
+    assert "AutoPeftModel" not in card.text  # one way to load it
     assert "[More Information Needed]" not in card.text
     assert "- PEFT " in sections(card)["Training hyperparameters"]
     assert "peng-etal-2020-mixture" in bib_keys(card)
@@ -112,9 +113,8 @@ def test_command_writes_the_card_that_is_pushed(method, saved_adapter, monkeypat
     assert card.data.pipeline_tag == "text-classification"
     assert refusals(str(card)) == []
     assert "local/base" not in str(card)
-    assert ("FTG+ adapter of the base model" in card.text) == (method == "ftg")
-    loads = 'AutoPeftModelForSequenceClassification.from_pretrained("user/adapter", num_labels=3)'
-    assert (loads in card.text) == (method == "ftg")
+    assert ("adapter (FTG+) of a BERT" in card.text) == (method == "ftg")
+    assert "AutoPeftModel" not in card.text  # one way to load it
     code = python_of(card)[0].replace("path/or/name/of/the/base/model", "local/base")
     loaded = execute(code.replace("user/adapter", "adapter"))["model"]
     inputs = CASE["BertForSequenceClassification"].inputs()
@@ -150,9 +150,11 @@ def test_every_snippet_runs_whatever_head_the_base_has(
     config = {"ftg": FTGConfig(), "lora": LoraConfig(target_modules=[query])}[method]
     config.task_type = task
     get_peft_model(base, config).save_pretrained("adapter")
+    snippets = snippets_of("adapter") if method == "ftg" else []  # FTG's card as it is saved
+    assert len(snippets) == (method == "ftg")
     assert card_command("adapter") == 0
-    snippets = re.findall(r"```python\n(.*?)```", Path("adapter/README.md").read_text(), flags=re.DOTALL)
-    assert len(snippets) == (3 if method == "ftg" else 2)  # FTG's own, and those of "How to load"
+    snippets += snippets_of("adapter")
+    assert len(snippets) == (3 if method == "ftg" else 2)
     for code in snippets:
         for place, name_here in (("the/base/model", "base"), ("this/adapter", "adapter")):
             code = code.replace(f"path/or/name/of/{place}", name_here)
@@ -160,6 +162,10 @@ def test_every_snippet_runs_whatever_head_the_base_has(
         assert isinstance(model, PeftModel)
         assert type(model.get_base_model()).__name__ == f"Moa{name}"
         assert labels in (None, model.config.num_labels)
+
+
+def snippets_of(folder):
+    return re.findall(r"```python\n(.*?)```", Path(folder, "README.md").read_text(), flags=re.DOTALL)
 
 
 def test_command_takes_facts_of_an_adapter_and_keeps_what_others_wrote(saved_adapter):
@@ -177,9 +183,9 @@ def test_command_takes_facts_of_an_adapter_and_keeps_what_others_wrote(saved_ada
     assert card.data.language == ["en"]
     assert card.data.eval_results[0].metric_value == 0.75
     assert sections(card)["Limits"].strip() == "Few."
-    assert card.text.count("FTG+ adapter of user/base\n") == 1
+    assert card.text.count("A PEFT adapter (FTG+) of `user/base`, ") == 1
     assert card.text.count('from_pretrained("user/base"') == 2
-    assert card.text.count('"user/other"') == 3  # FTG's own snippet, and those of "How to load"
+    assert card.text.count('"user/other"') == 2
 
 
 def test_draft_that_somebody_filled_in_stays_unless_told(saved_adapter):
@@ -235,4 +241,59 @@ def test_card_of_an_adapter_of_a_plain_model_is_pushed_with_its_name(monkeypatch
     api = Uploads()
     monkeypatch.setattr("hf_moa.adapters.hub.HfApi", lambda token: api)
     push_to_hub(get_peft_model(plain_classifier(), FTGConfig(target_modules=["query"])), "adapter")
-    assert 'AutoPeftModel.from_pretrained("user/adapter"' in api.cards[0]
+    assert 'PeftModel.from_pretrained(base, "user/adapter")' in api.cards[0]
+
+
+@pytest.mark.parametrize("writer", ["trainer", "command"])
+def test_base_beside_its_adapter_moves_with_it(writer, tmp_path, monkeypatch):
+    """The adapter's files name where the base was; card and commands find it where it is."""
+    monkeypatch.chdir(tmp_path)
+    folder = (tmp_path / "adapter").resolve()
+    build("bert", attention_type="mae").save_pretrained(folder / "base_model")
+    base = CASE["BertForSequenceClassification"].gated.from_pretrained(folder / "base_model")
+    model = get_peft_model(base, FTGConfig(task_type="SEQ_CLS"))
+    if writer == "trainer":
+        run("bert", model, folder, learning_rate=1e-2, **LOGS).save_model()
+    else:
+        model.save_pretrained(folder)
+    (tmp_path / "elsewhere").mkdir()
+    folder.rename("elsewhere/moved")
+    monkeypatch.chdir("elsewhere")
+    if writer == "command":
+        assert card_command("moved") == 0
+    (snippet,) = python_of(read_card("moved/README.md"))  # no code is found beside an adapter
+    assert 'subfolder="base_model"' in snippet
+    snippet = snippet.replace('"adapter"', '"moved"').split("inputs =")[0]
+    inputs = CASE["BertForSequenceClassification"].inputs()
+    for loaded in (execute(snippet)["model"], load_checkpoint("moved")):
+        with torch.no_grad():
+            expected = model.eval()(**inputs).logits
+            torch.testing.assert_close(loaded(**inputs).logits, expected, rtol=0, atol=0)
+
+
+def test_what_others_add_to_the_card_that_an_adapter_is_saved_with_stays(saved_adapter):
+    model = saved_adapter("ftg")
+    path = Path("adapter/README.md")
+    first = path.read_text()
+    path.write_text(first + "\nTrained at night.\n\n## Limits\n\nFew.\n")
+    model.save_pretrained("adapter")
+    model.save_pretrained("adapter")
+    text = path.read_text()
+    for own in ("Trained at night.", "## Limits\n\nFew.", "# FTG+ adapter of local/base"):
+        assert text.count(own) == 1
+    assert card_command("adapter") == 0
+    card = read_card(path)
+    assert card.text.count("Trained at night.") == 1
+    assert "FTG+ adapter of" not in card.text
+    assert "A PEFT adapter (FTG+) of a BERT" in card.text
+    assert sections(card)["Limits"].strip().startswith("Few.\n")  # PEFT adds its version at the end
+    assert card_command("adapter", "--overwrite") == 0
+    assert str(read_card(path)) == str(card)
+
+
+def test_adapter_that_names_no_base_warns_and_says_so(tmp_path, caplog):
+    model = get_peft_model(build("bert", attention_type="mae"), FTGConfig(task_type="SEQ_CLS"))
+    model.save_pretrained(tmp_path)
+    assert "names no base model" in caplog.text
+    assert f'PeftModel.from_pretrained(base, "{ADAPTER_PLACE}")' in (tmp_path / "README.md").read_text()
+    assert "AutoPeftModel" not in (tmp_path / "README.md").read_text()

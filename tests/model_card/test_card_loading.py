@@ -49,6 +49,7 @@ for name in sys.argv[1:]:
     names = {}
     exec(re.findall(r"```python\\n(.*?)```", card, flags=re.DOTALL)[1], names)
     assert type(names["model"]).__module__.startswith("transformers_modules"), type(names["model"])
+    names["tokenizer"]("a head")
     print(type(names["model"]).__name__)
 """
 
@@ -75,5 +76,5 @@ def test_checkpoint_without_code_does_not_promise_it(tmp_path):
 def test_snippets_load_the_name_on_the_hub(tmp_path):
     saved(CASE["BertModel"], tmp_path)
     card = checkpoint_card(tmp_path, name="user/model")
-    assert card.text.count('from_pretrained("user/model"') == 3
+    assert card.text.count('from_pretrained("user/model"') == 4
     assert "# model\n" in card.text
