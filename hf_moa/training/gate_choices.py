@@ -31,7 +31,12 @@ def choose_mae_training(model: nn.Module, asked: str | None, *, adapted: bool = 
 
 
 def check_mae_training(
-    model: nn.Module, asked: str | None, *, chosen: str | None, engine: str | None = None
+    model: nn.Module,
+    asked: str | None,
+    *,
+    chosen: str | None,
+    adapted: bool = False,
+    engine: str | None = None,
 ) -> None:
     """Raise a ValueError where the gates cannot be trained so.
 
@@ -39,6 +44,7 @@ def check_mae_training(
         model: as for `choose_mae_training`.
         asked: as for `choose_mae_training`.
         chosen: what that returned.
+        adapted: as for `choose_mae_training`.
         engine: name of one that runs the training and cannot update gates and experts in turn.
     """
     config = getattr(model, "config", None)
@@ -48,6 +54,11 @@ def check_mae_training(
             f"mae_training={asked!r} needs a model with MAE attention (got a {type(model).__name__} "
             f"with attention_type={attention_type!r}). Leave it out, or convert the model: "
             'upcycle(model, "mae").'
+        )
+    if chosen == "expert" and adapted and gate_parameters(model):
+        raise ValueError(
+            "mae_training='expert' trains no gate, and the model's adapter has gates to train: give "
+            "mae_training='joint' or 'bcd', or an adapter without gates."
         )
     if chosen in ("bcd", "expert") and gate_parameters(model) and not other_parameters(model):
         raise ValueError(

@@ -110,10 +110,11 @@ class _GatedTraining(WritesModelCards):
     def mae_training(self) -> str | None:
         """How this run trains: "bcd", "expert" or "joint"; None for a model without MAE attention."""
         return choose_mae_training(
-            self._gated_model(),
-            self.args.mae_training,
-            adapted=hasattr(self.model, "peft_config"),
+            self._gated_model(), self.args.mae_training, adapted=self._is_adapted()
         )
+
+    def _is_adapted(self) -> bool:
+        return hasattr(self.model, "peft_config")
 
     def _gated_model(self) -> nn.Module:
         """The model itself, without wrappers or adapters."""
@@ -126,7 +127,13 @@ class _GatedTraining(WritesModelCards):
         args.check_gate_training()
         engine = "DeepSpeed" if self.is_deepspeed_enabled else None
         engine = "FSDP version 1" if self._is_fsdp1() else engine
-        check_mae_training(model, args.mae_training, chosen=self.mae_training, engine=engine)
+        check_mae_training(
+            model,
+            args.mae_training,
+            chosen=self.mae_training,
+            adapted=self._is_adapted(),
+            engine=engine,
+        )
         if self.mae_training == "bcd" and args.max_steps <= 0 and args.num_train_epochs <= 0:
             raise ValueError(
                 "mae_training='bcd' has its first G step in epoch 0: num_train_epochs must be above 0 "

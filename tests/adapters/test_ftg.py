@@ -162,6 +162,13 @@ def test_block_coordinate_descent_of_an_adapter(training, tmp_path):
     assert model.get_base_model().mae_phase == "mixture"
 
 
+@pytest.mark.parametrize("plus", [False, True])
+def test_gates_of_an_adapter_do_not_stand_still_without_a_word(plus, tmp_path):
+    """Though a classifier, or FTG+'s projections, would learn."""
+    with pytest.raises(ValueError, match="mae_training='expert' trains no gate"):
+        trainer("bert", adapted("bert", "mae", plus=plus), tmp_path, mae_training="expert")
+
+
 @pytest.mark.parametrize("moa_trainer", [True, False])
 @each_variant
 def test_resumption_is_bit_exact(variant, moa_trainer, tmp_path):
