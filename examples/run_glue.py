@@ -49,6 +49,7 @@ from text_training import (
     finish,
     load_tokenizer,
     parse_arguments,
+    set_padding,
     set_up_logging,
     train,
 )
@@ -283,10 +284,11 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
     model = load_model(model_args, gating_args, task)
     check_budgets(gating_args, model)
+    tokenizer = load_tokenizer(model_args)
+    set_padding(tokenizer, model)
     model = adapt(model, adapter_args, TaskType.SEQ_CLS, training_args.output_dir)
     label_ids = None if task.is_regression else label_order(model, task)
 
-    tokenizer = load_tokenizer(model_args)
     if data_args.max_seq_length > tokenizer.model_max_length:
         logger.warning(
             f"max_seq_length {data_args.max_seq_length} is more than the model takes; "

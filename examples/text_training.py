@@ -23,6 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from hf_moa.model_card.facts import hub_name
 
@@ -62,6 +63,9 @@ class CheckpointArguments(HubArguments):
     )
     tokenizer_name: str | None = optional("Path or name of the tokenizer, if not that of the model.")
 
+    def __post_init__(self):
+        check_is_model(self.model_name_or_path)
+
 
 @dataclass
 class ModelArguments(HubArguments):
@@ -96,11 +100,26 @@ class ModelArguments(HubArguments):
                 f"`config_name`, to start from scratch (got {self.model_name_or_path!r}, "
                 f"{self.model_type!r} and {self.config_name!r})."
             )
+        check_is_model(self.model_name_or_path)
         if self.model_name_or_path is not None and self.config_overrides is not None:
             raise ValueError(
                 "`config_overrides` describes a model from scratch and needs `model_type` or "
                 f"`config_name`, not `model_name_or_path` (got {self.config_overrides!r})."
             )
+
+
+def check_is_model(name_or_path: str | None) -> None:
+    """Raise a ValueError where the path is an adapter's."""
+    if name_or_path is None:
+        return
+    is_adapter = Path(name_or_path, ADAPTER_CONFIG_NAME).is_file()
+    if is_adapter and not Path(name_or_path, CONFIG_NAME).is_file():
+        raise ValueError(
+            f"`model_name_or_path` must be a model (got {name_or_path}, an adapter). Load it as its "
+            "card (README.md) says, and save it with its base as a model: "
+            '`model.merge_and_unload().save_pretrained("merged")`; the tokenizer is the adapter\'s, '
+            f"`tokenizer_name` {name_or_path}."
+        )
 
 
 _SAMPLED = ("train", "eval", "predict")
@@ -164,6 +183,25 @@ def load_tokenizer(
     if name is not None:
         return AutoTokenizer.from_pretrained(name, **model_args.hub_kwargs())
     return None if checkpoint is None else AutoTokenizer.from_pretrained(checkpoint)
+
+
+def set_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Pad with the end of text where the tokenizer has no token to pad with, as GPT-2's, and let the
+    model know: a classifier on it reads the last token before the padding.
+
+    Raises:
+        ValueError: the tokenizer has neither token.
+    """
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(
+                "The tokenizer must have a pad_token or an eos_token, for texts of several lengths (got "
+                "neither): give another with `tokenizer_name`."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info(f"The tokenizer has no pad_token: texts are padded with {tokenizer.eos_token!r}.")
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def train_byte_level_bpe(

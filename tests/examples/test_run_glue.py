@@ -13,7 +13,17 @@ import torch
 from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
 from script_runs import command_line, read_json
-from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, BertTokenizer
+from text_training import train_byte_level_bpe
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    BertTokenizer,
+    GPT2Config,
+    GPT2Model,
+    PreTrainedTokenizerFast,
+)
 
 import hf_moa
 
@@ -189,6 +199,44 @@ def test_adapter_is_saved_beside_its_base_and_loads(run_glue, arguments, adapter
     assert trained == sum(t.numel() for name, t in stored.items() if name not in buffers)
 
     assert_answers_as_trained(run_glue, arguments, model)
+
+
+def test_adapter_in_the_place_of_a_model_is_an_error(run_glue, arguments):
+    """That says how to make a model of it."""
+    run_glue.main(command_line(arguments | {"attention_type": "mae", "adapter": "ftg"}))
+    adapter = arguments["output_dir"]
+    again = arguments | {"do_train": False, "output_dir": adapter + "-again", "tokenizer_name": adapter}
+    with pytest.raises(ValueError, match=r"must be a model .*an adapter.*merge_and_unload"):
+        run_glue.main(command_line(again | {"model_name_or_path": adapter}))
+    model = AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=2)
+    model.merge_and_unload().save_pretrained(adapter + "-merged")
+    run_glue.main(command_line(again | {"model_name_or_path": adapter + "-merged"}))
+    losses = (read_json(each, "eval_results.json")["eval_loss"] for each in (again, arguments))
+    assert next(losses) == pytest.approx(next(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("pad_to_max_length", [True, False])
+def test_tokenizer_without_padding(run_glue, arguments, tmp_path, pad_to_max_length):
+    """As GPT-2's: the end of text pads, and the classifier reads the last token before it."""
+    folder, end = tmp_path / "gpt2", "<|endoftext|>"
+    bpe = train_byte_level_bpe([SENTENCE], 300, [end], add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    GPT2Model(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    arguments.update(model_name_or_path=str(folder), attention_type="mae", max_seq_length=64)
+    run_glue.main(command_line(arguments | {"pad_to_max_length": pad_to_max_length}))
+    model = saved_model(arguments).eval()
+    assert model.config.pad_token_id == 0
+    tokenizer = AutoTokenizer.from_pretrained(arguments["output_dir"])
+    data_args = run_glue.DataTrainingArguments("mrpc", data_dir=arguments["data_dir"])
+    losses = []
+    for row in run_glue.load_raw_datasets(None, data_args)["validation"]:  # alone, without padding
+        inputs = tokenizer(row["sentence1"], row["sentence2"], return_tensors="pt")
+        with torch.no_grad():
+            losses.append(model(**inputs, labels=torch.tensor([row["label"]])).loss)
+    found = read_json(arguments, "eval_results.json")["eval_loss"]
+    assert found == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
 def assert_answers_as_trained(run_glue, arguments, model):
