@@ -382,7 +382,7 @@ class GatedTraining:
             self.training_log.append(self.progress.step, {"epoch": self.progress.epoch, **metrics})
 
     def _evaluate(self) -> dict[str, float]:
-        """Metrics; of a CCT model, at each of its budgets."""
+        """Metrics; of a CCT model, at each of the budgets that it was given."""
         if self.evaluate is None:
             return {}
         began = time.perf_counter()
@@ -395,7 +395,7 @@ class GatedTraining:
         return metrics
 
     def _metrics_at_budgets(self) -> dict[str, float]:
-        budgets = distinct_budgets(self.gated.config)
+        budgets = getattr(self.gated.config, "listed_budgets", [])  # a plain model has none
         if not budgets:
             return self.evaluate(self.model)
         metrics, self.budget_rows = {}, []

@@ -42,9 +42,12 @@ class GatingArguments:
     ffn_type: str | None = optional("moe: a mixture of feed-forward experts.")
     num_ffn_experts: int | None = optional("Feed-forward experts per layer.")
     num_ffn_experts_per_token: int | None = optional("Feed-forward experts active for a token.")
-    cct_budgets: list[float] | None = field(
+    cct_budgets: list[str] | None = field(
         default=None,
-        metadata={"help": "CCT: the budgets to train for, such as 1 0.5 0.33. Switches CCT on."},
+        metadata={
+            "help": "CCT: the budgets to train for, such as 1 0.5 0.33; of T5 also pairs for encoder "
+            "and decoder, such as 1,1 1,0.5. Switches CCT on."
+        },
     )
     cct_budget_loss_coef: float | None = optional("CCT: weight of the budget loss.")
     cct_noise_max: float | None = optional("CCT: scale of the gate noise at the end of its growth.")
@@ -57,6 +60,8 @@ class GatingArguments:
     )
 
     def __post_init__(self):
+        if self.cct_budgets is not None:
+            self.cct_budgets = [_budget(each) for each in self.cct_budgets]
         if self.attention_type == "none" and self.config_fields():
             raise ValueError(
                 f"{', '.join(f'`{name}`' for name in self.config_fields())} gate a model "
@@ -76,6 +81,18 @@ class GatingArguments:
         return {"attention_type": self.attention_type, **self.config_fields()}
 
 
+def _budget(given: str | float | list) -> float | list[float]:
+    """A number, or a pair of numbers; from the command line, or as a JSON file has it."""
+    parts = given.split(",") if isinstance(given, str) else given
+    try:
+        numbers = [float(part) for part in (parts if isinstance(parts, (list, tuple)) else [parts])]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`cct_budgets` must hold numbers such as 0.5, or pairs such as 1,0.5 (got {given!r})."
+        ) from error
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
 def convert(model: PreTrainedModel, gating_args: GatingArguments) -> PreTrainedModel:
     """The checkpoint as the flags want it: itself, or converted."""
     fields = gating_args.all_config_fields()
@@ -83,7 +100,8 @@ def convert(model: PreTrainedModel, gating_args: GatingArguments) -> PreTrainedM
         return model
     if not model.config.model_type.startswith("moa_"):
         return hf_moa.upcycle(model, **fields)
-    differing = [k for k, v in fields.items() if getattr(model.config, k, None) != v]
+    known = json.loads(json.dumps({name: getattr(model.config, name, None) for name in fields}))
+    differing = [name for name, value in fields.items() if known[name] != value]
     if differing:
         raise ValueError(
             f"{model.config.name_or_path} is a converted checkpoint already, with other values "
