@@ -95,6 +95,7 @@ def write_results(trainer: MoaSeq2SeqTrainer, metrics: dict, prefix: str, bleu: 
 def predict(trainer: MoaSeq2SeqTrainer, dataset: Dataset) -> None:
     trainer.compute_metrics = bleu = BleuMetric(trainer.processing_class, dataset)
     prediction = trainer.predict(dataset, metric_key_prefix="predict")
+    trainer.log(prediction.metrics)  # from where the model's card takes them
     metrics = {**prediction.metrics, "predict_samples": len(dataset)}
     write_results(trainer, metrics, "predict", bleu)
     if trainer.is_world_process_zero():

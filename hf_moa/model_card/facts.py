@@ -31,7 +31,8 @@ _NO_METRICS += ("seed", "tokens", "batches_in_epoch")
 _SIZES = ("tokens", "words", "lines")
 # What follows a name of MNLI's second set, and of a budget of CCT.
 _OF_A_PART = re.compile(r"_mm$|_at_[\d._]+$")
-_PREFIXES = ("eval", "test", "predict")
+_TEST_PREFIXES = ("test", "predict")
+_PREFIXES = ("eval", *_TEST_PREFIXES)
 # The Hub's names of metrics, where they differ.
 _METRIC_TYPES = {"pearson": "pearsonr"}
 _ACRONYMS = {"bleu": "BLEU"}
@@ -166,8 +167,9 @@ def eval_results(
     Args:
         metrics: as `named_metrics` returns them.
         task: such as "text-classification".
-        data: what they were measured on. Where it names no data set, the results stand in the card's
-            table and not in its metadata, which the Hub would refuse.
+        data: what they were measured on, but for the split of those with a prefix of a test's. Where it
+            names no data set, the results stand in the card's table and not in its metadata, which the
+            Hub would refuse.
     """
     data = data or DataUsed(use="evaluation")
     results = []
@@ -180,7 +182,7 @@ def eval_results(
                 dataset_type=data.dataset,
                 dataset_name=data.name or data.dataset,
                 dataset_config=data.config,
-                dataset_split=data.split,
+                dataset_split="test" if data.split and prefix in _TEST_PREFIXES else data.split,
                 dataset_revision=data.revision,
                 metric_type=_METRIC_TYPES.get(name, name),
                 metric_name=shown[0].upper() + shown[1:] + (f" ({part})" if part else ""),

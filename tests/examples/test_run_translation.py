@@ -191,7 +191,30 @@ def test_predicts_without_text_for_validation(arguments):
     """That both texts are told apart, and neither needs the other."""
     given = {k: v for k, v in arguments.items() if not k.startswith("validation_")}
     run_translation.main(command_line(given | {"do_eval": False, "do_predict": True, "max_steps": 2}))
-    assert 0 <= read_json(given, "predict_results.json")["predict_bleu"] <= 100
+    bleu = read_json(given, "predict_results.json")["predict_bleu"]
+    assert 0 <= bleu <= 100
+    card = Path(given["output_dir"], "README.md").read_text(encoding="utf-8")
+    assert f"| evaluation data | BLEU (predict) | {bleu:.4g} |" in card
+
+
+def test_pairs_of_budgets(arguments):
+    """From the command line; the checkpoint that has them takes the same flags again."""
+    flags = ["--cct_budgets", "1,1", "1,0.5", "--eval_budgets"]
+    given = {**arguments, "attention_type": "mha", "max_steps": 2, "cct_noise_steps": -1}
+    run_translation.main([*command_line(given), *flags])
+    assert saved_model(given).config.listed_budgets == [(1.0, 1.0), (1.0, 0.5)]
+    rows = read_json(given, "budget_results_validation.json")
+    assert [row["budget"] for row in rows] == [[1.0, 1.0], [1.0, 0.5]]
+
+    names = ("model_type", "config_overrides", "vocab_size")
+    again = {name: value for name, value in given.items() if name not in names}
+    again |= {"model_name_or_path": given["output_dir"], "output_dir": given["output_dir"] + "-again"}
+    run_translation.main([*command_line(again | {"do_train": False}), *flags])
+    others = ["--cct_budgets", "1,1", "0.5,0.5"]
+    with pytest.raises(ValueError, match="with other values of `cct_budgets`"):
+        run_translation.main([*command_line(again | {"do_train": False}), *others])
+    with pytest.raises(ValueError, match=r"such as 0.5, or pairs such as 1,0.5 \(got '1,half'\)"):
+        run_translation.main([*command_line(given), "--cct_budgets", "1,half"])
 
 
 def test_predictions_are_in_the_order_of_the_file(arguments):
