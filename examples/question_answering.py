@@ -7,15 +7,27 @@ import json
 import re
 import string
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, List, Value
+from datasets import Features as DatasetFeatures
 from text_files import open_text
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
+_QUESTIONS = DatasetFeatures(
+    {
+        **{name: Value("string") for name in ("id", "question", "context")},
+        "answers": {"text": List(Value("string")), "answer_start": List(Value("int32"))},
+    }
+)
 
-def read_squad(path: str, flag: str) -> Dataset:
+
+def read_squad(path: str, flag: str, *, need_answers: bool = True) -> Dataset:
     """Questions of a file in SQuAD's published form (version 1.1), plain or .gz.
+
+    Args:
+        need_answers: refuse questions without one; otherwise they need not even have the field.
 
     Returns:
         Columns `id`, `question`, `context` and `answers` (`text` and `answer_start`, lists), as in the
@@ -33,7 +45,7 @@ def read_squad(path: str, flag: str) -> Dataset:
                     "question": question["question"].strip(),
                     "context": paragraph["context"],
                     "answers": {
-                        name: [answer[name] for answer in question["answers"]]
+                        name: [answer[name] for answer in _answers(question, need_answers)]
                         for name in ("text", "answer_start")
                     },
                 }
@@ -46,12 +58,21 @@ def read_squad(path: str, flag: str) -> Dataset:
                 f"`{flag}` must have SQuAD's form, data / paragraphs / qas (got {path}: {error!r})."
             ) from error
     unanswered = sum(not row["answers"]["text"] for row in rows)
-    if not rows or unanswered:
+    if not rows or (need_answers and unanswered):
         raise ValueError(
-            f"`{flag}` must hold questions that have answers (got {len(rows)} questions in {path}, "
-            f"{unanswered} without)."
+            f"`{flag}` must hold questions{' that have answers' if need_answers else ''} (got "
+            f"{len(rows)} questions in {path}, {unanswered} without answers)."
         )
-    return Dataset.from_list(rows)
+    return Dataset.from_list(rows, features=_QUESTIONS)
+
+
+def _answers(question: Mapping[str, Any], need_answers: bool) -> list[Mapping[str, Any]]:
+    return question["answers"] if need_answers else question.get("answers", [])
+
+
+def have_answers(questions: Dataset) -> bool:
+    """Whether all questions of `read_squad` have an answer."""
+    return all(answers["text"] for answers in questions["answers"])
 
 
 class Features:
@@ -64,10 +85,11 @@ class Features:
         stride: tokens that two windows of a context share.
         pad_to_max_length: pad all to `max_length`.
         keep_places: keep `offsets`, which `AnswerMetric` needs.
+        with_answers: whether the questions have answers.
 
     Attributes:
-        dataset: the model's inputs, with `start_positions` and `end_positions` of the first answer in
-            the window; those of the first token where the window does not hold it.
+        dataset: the model's inputs; with answers, also `start_positions` and `end_positions` of the
+            first one in the window: those of the first token where the window does not hold it.
         question: for each window, the index of its question.
         offsets: for each window, an int array `[T, 2]`: where the text of each token is in the context;
             (-1, -1) for a token of the question and a special one.
@@ -86,6 +108,7 @@ class Features:
         stride: int,
         pad_to_max_length: bool,
         keep_places: bool = True,
+        with_answers: bool = True,
     ):
         self.questions = questions
         self.question: list[int] = []
@@ -93,7 +116,9 @@ class Features:
 
         def to_windows(rows: dict[str, list], indices: list[int]) -> dict[str, list]:
             asked = [question.lstrip() for question in rows["question"]]
-            _check_questions(asked, rows["answers"], tokenizer, max_length - stride)
+            if with_answers:
+                _check_answers(rows["answers"])
+            _check_lengths(asked, tokenizer, max_length - stride)
             encoded = tokenizer(
                 asked,
                 rows["context"],
@@ -115,12 +140,14 @@ class Features:
                 )
                 for i, spans in enumerate(encoded.pop("offset_mapping"))
             ]
+            self.question += [indices[row] for row in rows_of]
+            self.offsets += offsets if keep_places else []
+            if not with_answers:
+                return dict(encoded)
             places = [
                 answer_place(offset, rows["answers"][row])
                 for offset, row in zip(offsets, rows_of, strict=True)
             ]
-            self.question += [indices[row] for row in rows_of]
-            self.offsets += offsets if keep_places else []
             starts, ends = zip(*places, strict=True)
             return {**encoded, "start_positions": list(starts), "end_positions": list(ends)}
 
@@ -134,17 +161,15 @@ class Features:
         )
 
 
-def _check_questions(
-    questions: list[str],
-    answers: list[Mapping[str, list]],
-    tokenizer: PreTrainedTokenizerBase,
-    most: int,
-) -> None:
+def _check_answers(answers: list[Mapping[str, list]]) -> None:
     unanswered = sum(not answer["text"] for answer in answers)
     if unanswered:
         raise ValueError(
             f"All questions must have an answer, as in SQuAD 1.1 (got {unanswered} without)."
         )
+
+
+def _check_lengths(questions: list[str], tokenizer: PreTrainedTokenizerBase, most: int) -> None:
     lengths = [len(ids) for ids in tokenizer(questions, add_special_tokens=False)["input_ids"]]
     longest = max(range(len(questions)), key=lengths.__getitem__)
     room = most - tokenizer.num_special_tokens_to_add(pair=True)

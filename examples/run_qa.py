@@ -9,12 +9,15 @@ The flags are those of transformers' own `run_qa.py` where it has them, plus `Ga
         --train_file train-v1.1.json --validation_file dev-v1.1.json --do_train --do_eval \
         --learning_rate 3e-5 --num_train_epochs 2 --output_dir out/squad
 
-Exact match and F1 are those of SQuAD's own script, in per cent. The arguments can stand in one JSON file
-instead: `python examples/run_qa.py arguments.json`.
+Exact match and F1 are those of SQuAD's own script, in per cent. `--do_predict` writes the answers to the
+questions of `--test_file` to `predict_predictions.json`, by their ids. The arguments can stand in one
+JSON file instead: `python examples/run_qa.py arguments.json`.
 """
 
+import json
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import datasets
 from adapter_arguments import AdapterArguments, adapt
@@ -26,7 +29,7 @@ from gating_arguments import (
     optional,
 )
 from peft import TaskType
-from question_answering import AnswerMetric, Features, read_squad
+from question_answering import AnswerMetric, Features, have_answers, read_squad
 from text_training import (
     CheckpointArguments,
     check_counts,
@@ -35,6 +38,7 @@ from text_training import (
     finish,
     load_tokenizer,
     parse_arguments,
+    set_padding,
     set_up_logging,
     train,
 )
@@ -58,6 +62,7 @@ class DataTrainingArguments:
     dataset_name: str | None = optional("Data set of the Hub, instead of files.")
     train_file: str | None = optional("Questions in SQuAD's form (version 1.1), plain or .gz.")
     validation_file: str | None = optional("The same, to evaluate on.")
+    test_file: str | None = optional("The same, for --do_predict; its questions need no answers.")
     max_seq_length: int = field(
         default=384, metadata={"help": "Tokens of a question with its context; longer ones are cut up."}
     )
@@ -70,12 +75,14 @@ class DataTrainingArguments:
     max_answer_length: int = field(default=30, metadata={"help": "Tokens of an answer, at most."})
     max_train_samples: int | None = optional("Train on the first so many questions only.")
     max_eval_samples: int | None = optional("Evaluate on the first so many questions only.")
+    max_predict_samples: int | None = optional("Answer the first so many test questions only.")
 
     def __post_init__(self):
-        if (self.dataset_name is None) == (self.train_file is None and self.validation_file is None):
+        files = self.train_file, self.validation_file, self.test_file
+        if (self.dataset_name is None) == (files == (None, None, None)):
             raise ValueError(
-                "Give either `dataset_name`, or `train_file` and `validation_file` (got "
-                f"{self.dataset_name!r}, {self.train_file!r} and {self.validation_file!r})."
+                "Give either `dataset_name`, or `train_file`, `validation_file` and `test_file`, as far "
+                f"as they are needed (got {self.dataset_name!r}, and {', '.join(map(repr, files))})."
             )
         check_counts(
             self,
@@ -84,6 +91,7 @@ class DataTrainingArguments:
             "max_answer_length",
             "max_train_samples",
             "max_eval_samples",
+            "max_predict_samples",
         )
         if not self.doc_stride < self.max_seq_length:
             raise ValueError(
@@ -107,8 +115,12 @@ def load_questions(
         path = getattr(data_args, f"{split}_file")
         if path is None:
             raise ValueError(f"The {split} questions are needed: give `{split}_file`.")
-        questions = read_squad(path, f"{split}_file")
-    most = data_args.max_train_samples if split == "train" else data_args.max_eval_samples
+        questions = read_squad(path, f"{split}_file", need_answers=split != "test")
+    most = {
+        "train": data_args.max_train_samples,
+        "validation": data_args.max_eval_samples,
+        "test": data_args.max_predict_samples,
+    }[split]
     return questions if most is None else questions.select(range(min(most, len(questions))))
 
 
@@ -118,6 +130,7 @@ def make_features(
     tokenizer: PreTrainedTokenizerBase,
     *,
     keep_places: bool,
+    with_answers: bool,
 ) -> Features:
     if not tokenizer.is_fast:
         raise ValueError(
@@ -131,7 +144,25 @@ def make_features(
         stride=data_args.doc_stride,
         pad_to_max_length=data_args.pad_to_max_length,
         keep_places=keep_places,
+        with_answers=with_answers,
     )
+
+
+def predict(trainer: MoaTrainer, features: Features, metric: AnswerMetric) -> None:
+    """Write the answers by their question's id; and where the right ones are known, their scores."""
+    trainer.compute_metrics = metric if have_answers(features.questions) else None
+    prediction = trainer.predict(features.dataset, metric_key_prefix="predict")
+    trainer.log(prediction.metrics)  # from where the model's card takes them
+    metrics = {**prediction.metrics, "predict_samples": len(features.questions)}
+    trainer.log_metrics("predict", metrics)
+    trainer.save_metrics("predict", metrics)
+    if trainer.is_world_process_zero():
+        answers = metric.answers(*prediction.predictions[:2])
+        found = dict(zip(features.questions["id"], answers, strict=True))
+        path = Path(trainer.args.output_dir, "predict_predictions.json")
+        text = json.dumps(found, indent=4, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+        logger.info(f"Answers written to {path}.")
 
 
 def check_arguments(training_args: MoaTrainingArguments) -> None:
@@ -163,23 +194,35 @@ def main(args: list[str] | None = None) -> None:
     )
     model = convert(model, gating_args)
     check_budgets(gating_args, model)
-    model = adapt(model, adapter_args, TaskType.QUESTION_ANS, training_args.output_dir)
     tokenizer = load_tokenizer(model_args)
+    set_padding(tokenizer, model)
+    model = adapt(model, adapter_args, TaskType.QUESTION_ANS, training_args.output_dir)
 
     def prepare(split: str) -> Features:
         questions = load_questions(data_args, model_args, split)
-        return make_features(data_args, questions, tokenizer, keep_places=split == "validation")
+        return make_features(
+            data_args,
+            questions,
+            tokenizer,
+            keep_places=split != "train",
+            with_answers=split != "test" or have_answers(questions),
+        )
 
-    training = validation = metric = None
+    def metric_of(features: Features) -> AnswerMetric:
+        return AnswerMetric(
+            features,
+            n_best_size=data_args.n_best_size,
+            max_answer_length=data_args.max_answer_length,
+        )
+
+    training = validation = metric = test = None
     if training_args.do_train:
         training = prepare("train")
     if training_args.do_eval or gating_args.eval_budgets:
         validation = prepare("validation")
-        metric = AnswerMetric(
-            validation,
-            n_best_size=data_args.n_best_size,
-            max_answer_length=data_args.max_answer_length,
-        )
+        metric = metric_of(validation)
+    if training_args.do_predict:
+        test = prepare("test")
     trainer = MoaTrainer(
         model=model,
         args=training_args,
@@ -202,6 +245,8 @@ def main(args: list[str] | None = None) -> None:
         trainer.save_metrics("eval", metrics)
     if gating_args.eval_budgets:
         evaluate_at_budgets(trainer, {"squad": validation.dataset})
+    if test is not None:
+        predict(trainer, test, metric_of(test))
     finish(
         trainer,
         finetuned_from=model_args.model_name_or_path,

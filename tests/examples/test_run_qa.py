@@ -110,9 +110,37 @@ def test_a_model_learns_to_answer(arguments):
     assert results["eval_exact_match"] >= 75
 
 
+@pytest.mark.parametrize("answered", [True, False])
+def test_test_questions_are_answered(arguments, files, answered, tmp_path):
+    """With scores, in the card too, where their answers are known."""
+    content = squad(5)
+    if not answered:
+        for paragraph in content["data"][0]["paragraphs"]:
+            del paragraph["qas"][0]["answers"]
+    path = tmp_path / "test.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    given = arguments | {"attention_type": "mae", "do_predict": True, "test_file": str(path)}
+    run_qa.main(command_line(given))
+    results, evaluated = (read_json(arguments, f"{name}_results.json") for name in ("predict", "eval"))
+    answers = read_json(arguments, "predict_predictions.json")
+    assert list(answers) == [str(i) for i in range(5)]
+    assert results["predict_samples"] == 5
+    card = Path(arguments["output_dir"], "README.md").read_text(encoding="utf-8")
+    assert ("F1 (predict)" in card) == ("predict_f1" in results) == answered
+    if answered:  # the very questions of the validation file
+        for name in ("f1", "exact_match", "loss"):
+            assert results[f"predict_{name}"] == evaluated[f"eval_{name}"]
+        references = read_squad(str(path), "test_file")["answers"]
+        assert squad_scores(answers.values(), references)["f1"] == pytest.approx(results["predict_f1"])
+    given = arguments | {"do_train": False, "do_eval": False, "do_predict": True, "train_file": None}
+    run_qa.main(command_line({**given, "test_file": str(path), "max_predict_samples": 2}))
+    assert len(read_json(arguments, "predict_predictions.json")) == 2
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"do_predict": True}, "give `test_file`"),
         ({"dataset_name": "squad"}, "Give either `dataset_name`, or `train_file`"),
         ({"doc_stride": 12}, "`doc_stride` must be less than `max_seq_length`"),
         ({"n_best_size": 0}, "`n_best_size` must be at least 1"),
