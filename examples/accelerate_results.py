@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedConfig, SchedulerType
 
 from hf_moa.model_card import DataUsed, TrainingFacts, checkpoint_card, read_card, write_card
-from hf_moa.model_card.facts import hub_name, in_words, named_metrics, package_versions
+from hf_moa.model_card.facts import at_budget, hub_name, in_words, named_metrics, package_versions
 from hf_moa.model_card.trainer import base_model_of
 from hf_moa.modeling.configuration_gating import GatingConfig
 
@@ -39,12 +39,6 @@ class About:
     start: str | None = None
     dataset: str | None = None
     dataset_config: str | None = None
-
-
-def at_budget(name: str, budget: float | tuple[float, float]) -> str:
-    """What a metric is called that was measured at a budget: `bleu_at_0.5`, `bleu_at_1_0.5`."""
-    values = budget if isinstance(budget, tuple) else (budget,)
-    return f"{name}_at_" + "_".join(f"{value:g}" for value in values)
 
 
 class TrainingLog:
@@ -159,13 +153,9 @@ class RunResults:
             logger.warning(f"No model card was written. {error}")
             return
         about, metrics, budget = self.about, self.metrics, None
-        budget_rows = [
-            {name: value for name, value in row.items() if name != "eval_tokens"}
-            for row in self.budget_rows
-        ]
-        if budget_rows:
-            budget = budget_rows[0]["budget"]
-            metrics = {k: v for k, v in budget_rows[0].items() if k not in _OF_BUDGETS}
+        if self.budget_rows:
+            budget = self.budget_rows[0]["budget"]
+            metrics = {k: v for k, v in self.budget_rows[0].items() if k not in _OF_BUDGETS}
         dataset = hub_name(about.dataset)
         used = DataUsed(
             use="training",
@@ -180,7 +170,7 @@ class RunResults:
             datasets=[dataset] if dataset else [],
             task=about.task,
             metrics=metrics or None,
-            budgets=budget_rows,
+            budgets=self.budget_rows,
             training=TrainingFacts(
                 data=(used,),
                 hyperparameters=self._hyperparameters(),

@@ -30,7 +30,7 @@ from accelerate_checkpoints import (
     progress_of,
 )
 from accelerate_optimizers import make_optimizer
-from accelerate_results import About, RunResults, TrainingLog, at_budget
+from accelerate_results import About, RunResults, TrainingLog
 from accelerate_sampling import EpochsGroupedByLength
 from text_training import IGNORE_INDEX
 from torch import nn
@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
+from hf_moa.model_card.facts import at_budget
 from hf_moa.modeling.gated_model import GatedModel
 from hf_moa.training import (
     NonFiniteGradientError,

@@ -5,8 +5,11 @@ print(table(["budget", "loss"], [[1, 0.25], [0.5, None]]))
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+_BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
 
 
 def escaped(text: str) -> str:
@@ -35,6 +38,15 @@ def table(
     lines = [columns, *([cell(value) for value in row] for row in rows)]
     head, *body = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([head, "|" + "---|" * len(columns), *body])
+
+
+def read_table(text: str) -> list[dict[str, str]]:
+    """The rows of the first table in a text, as `table` writes them: column -> the text of its cell."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    head, *body = [_BETWEEN_CELLS.split(line.strip()[1:-1]) for line in lines] or [[]]
+    names = [name.strip() for name in head]
+    cells = ([value.strip().replace("\\|", "|") for value in row] for row in body)
+    return [dict(zip(names, row, strict=True)) for row in cells if len(row) == len(names)]
 
 
 def union_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-from hf_moa.markdown import escaped, table, union_table
+from hf_moa.markdown import escaped, read_table, table, union_table
 
 
 def test_values_do_not_break_a_table():
@@ -25,3 +25,13 @@ def test_columns_are_all_that_come_up():
         "| 1 | (1.0, 0.5) |  |",
         "| 3 |  | 2 |",
     ]
+
+
+def test_table_is_read_as_it_was_written():
+    rows = [["a | b", 0.5, None], ["c", 1, "two  words"]]
+    text = f"Before.\n\n{table(['name', 'value', 'x'], rows)}\n\nAfter."
+    assert read_table(text) == [
+        {"name": "a | b", "value": "0.5", "x": ""},
+        {"name": "c", "value": "1", "x": "two words"},
+    ]
+    assert read_table("no table") == []

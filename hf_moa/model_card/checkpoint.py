@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 from transformers import AutoConfig
 
+from hf_moa.markdown import cell, read_table
 from hf_moa.modeling.configuration_gating import GatingConfig
 
 from .adapter import Adapter
-from .card import HYPERPARAMETERS, model_card
+from .card import BUDGETS, DATA, HYPERPARAMETERS, RESULTS, model_card
 from .existing import base_on_hub, merged_card, read_card, split_sections
-from .facts import DataUsed, TrainingFacts, as_number, eval_results, hub_name, is_hub_id, named_metrics
+from .facts import (
+    DataUsed,
+    TrainingFacts,
+    as_number,
+    at_budget,
+    eval_results,
+    hub_name,
+    is_hub_id,
+    named_metrics,
+)
 from .files import read_json, read_object
 from .loading import class_of, task_of
+from .tables import budget_table, data_rows
 from .trainer import final_metrics, history_of
 
 _METRIC_FILES = ("all_results.json", "eval_results.json")
@@ -58,7 +70,9 @@ def checkpoint_card(
         budgets: the rows that `evaluate_budgets` returned, or a JSON file of them.
         training: how these very weights were made: what the old card says of others' results is gone.
             Default: what trainer_state.json tells, or else the old card.
-        old: the card to take what is not known from. Default: README.md of the folder.
+        old: the card to take what is not known from. Default: README.md of the folder. Unless
+            `training` is given, its results, budgets and data stay where nothing here says otherwise:
+            what wrote it knew more of them.
         adapter: the adapter in the folder. Default: what adapter_config.json says; its base's
             configuration is read from where it is, which may be the Hub.
         expert_load: as of `model_card`. Default: what the old card says of it.
@@ -81,13 +95,22 @@ def checkpoint_card(
         carries_code = adapter.base_carries_code
         base_model = base_model or hub_name(adapter.base) or base_on_hub(old)
     known = old.data if old is not None else None
+    said = {} if old is None or training is not None else dict(split_sections(old.text)[1])
+    given = list(datasets)
     state = read_object(folder / "trainer_state.json") if _has(folder, "trainer_state.json") else {}
     log = state.get("log_history") or []
-    datasets = list(datasets) or _listed(known and known.datasets)
+    datasets = given or _listed(known and known.datasets)
     model_class = class_of(config, model_class)
     task = task or (known and known.pipeline_tag) or task_of(config, model_class)
     data = _evaluated(datasets, known.eval_results if known and known.eval_results else [])
-    found = _metrics(folder, metrics) or _logged_metrics(state)
+    found = _metrics(folder, metrics, config) or _logged_metrics(state)
+    results = eval_results(found, task=task, data=data)
+    budget_rows = _budget_rows(folder, budgets)
+    # what made the old card measured the same, and may know more of it: on what, and on which machine
+    if not given and metrics is None and _values(said, RESULTS) >= _values_of(results):
+        results = []
+    if budgets is None and budget_rows and budget_table(budget_rows) in said.get(BUDGETS, ""):
+        budget_rows = []
     card = model_card(
         config,
         name=name,
@@ -97,14 +120,14 @@ def checkpoint_card(
         datasets=datasets,
         language=language,
         task=task,
-        results=eval_results(found, task=task, data=data),
+        results=results,
         training=training
         or TrainingFacts(
-            data=tuple(map(_data, datasets)),
+            data=_training_data(given, datasets, said.get(DATA)),
             hyperparameters={} if _tells_hyperparameters(old) else _hyperparameters(state),
             history=history_of(log),
         ),
-        budget_rows=_budget_rows(folder, budgets),
+        budget_rows=budget_rows,
         has_tokenizer=any(_has(folder, name) for name in _TOKENIZER_FILES),
         carries_code=carries_code,
         adapter=None if adapter is None else adapter.method,
@@ -138,7 +161,9 @@ def _has(folder: Path, name: str) -> bool:
     return (folder / name).is_file()
 
 
-def _metrics(folder: Path, given: str | Path | Mapping[str, float] | None) -> list[tuple]:
+def _metrics(
+    folder: Path, given: str | Path | Mapping[str, float] | None, config: GatingConfig
+) -> list[tuple]:
     if given is not None:
         entries = given if isinstance(given, Mapping) else read_object(Path(given))
         wrong = [name for name, value in entries.items() if as_number(value) is None]
@@ -150,10 +175,57 @@ def _metrics(folder: Path, given: str | Path | Mapping[str, float] | None) -> li
             )
         return found
     for name in _METRIC_FILES:
-        found = named_metrics(read_object(folder / name)) if _has(folder, name) else []
+        entries = read_object(folder / name) if _has(folder, name) else {}
+        found = named_metrics(_at_largest_budget(entries, config))
         if found:
             return found
     return []
+
+
+def _at_largest_budget(entries: Mapping[str, Any], config: GatingConfig) -> dict[str, Any]:
+    """What an Accelerate script wrote, of a CCT model at its largest budget under the plain names."""
+    endings = [at_budget("", budget) for budget in config.listed_budgets]
+    if not any(name.endswith(tuple(endings)) for name in entries):
+        return dict(entries)
+    found = {}
+    for name, value in entries.items():
+        if name.endswith(endings[0]):
+            found[name.removesuffix(endings[0])] = value
+        elif not name.endswith(tuple(endings)):
+            found[name] = value
+    found.pop("compute_fraction", None)
+    return found
+
+
+def _values(said: Mapping[str, str], heading: str) -> set[str]:
+    """The values in a table of results of an old card."""
+    return {row.get("value", "") for row in read_table(said.get(heading, ""))}
+
+
+def _values_of(results: Sequence[EvalResult]) -> set[str]:
+    return {cell(result.metric_value) for result in results}
+
+
+def _training_data(given: list[str], datasets: list[str], said: str | None) -> tuple[DataUsed, ...]:
+    """The data sets of the card.
+
+    Args:
+        given: ids that the caller names.
+        datasets: these, or those of the old card's metadata.
+        said: the old card's section of them. Where it says how many examples there were, of which split,
+            an id that is given is that of the rows without one.
+    """
+    if said is None:
+        return tuple(map(_data, datasets))
+    if not given:
+        return ()  # the old section stays
+    rows = data_rows(said)
+    if len(given) == 1:
+        rows = [row if row.dataset else replace(row, dataset=given[0]) for row in rows]
+    else:
+        rows = [row for row in rows if row.dataset or row.name]
+    named = {row.dataset for row in rows}
+    return (*rows, *(_data(name) for name in given if name not in named))
 
 
 def _logged_metrics(state: Mapping[str, Any]) -> list[tuple]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ _NO_METRICS = ("epoch", "step", "total_flos", "trainable_parameters", "num_input
 # What the Accelerate scripts write beside them: where the run ended.
 _NO_METRICS += ("seed", "tokens", "batches_in_epoch")
 # Sizes of what was evaluated on.
-_SIZES = ("tokens", "words", "lines")
+SIZES = ("tokens", "words", "lines")
 # What follows a name of MNLI's second set, and of a budget of CCT.
 _OF_A_PART = re.compile(r"_mm$|_at_[\d._]+$")
 _TEST_PREFIXES = ("test", "predict")
@@ -36,6 +36,13 @@ _PREFIXES = ("eval", *_TEST_PREFIXES)
 # The Hub's names of metrics, where they differ.
 _METRIC_TYPES = {"pearson": "pearsonr"}
 _ACRONYMS = {"bleu": "BLEU"}
+
+
+def at_budget(name: str, budget: float | Sequence[float]) -> str:
+    """What the Accelerate scripts call a metric that was measured at a budget: `bleu_at_0.5`,
+    `bleu_at_1_0.5`."""
+    values = budget if isinstance(budget, (list, tuple)) else (budget,)
+    return f"{name}_at_" + "_".join(f"{value:g}" for value in values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +150,7 @@ def named_metrics(entry: Mapping[str, Any]) -> list[tuple[str, str, float | int]
             continue
         bare = _OF_A_PART.sub("", key)
         prefix = next((p for p in prefixes if key.startswith(f"{p}_")), "")
-        if bare.endswith(_SPEED_SUFFIXES) or bare.removeprefix(f"{prefix}_") in _SIZES:
+        if bare.endswith(_SPEED_SUFFIXES) or bare.removeprefix(f"{prefix}_") in SIZES:
             continue
         metrics.append((prefix, key.removeprefix(f"{prefix}_" if prefix else ""), value))
     return metrics

@@ -7,9 +7,11 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-from hf_moa.markdown import cell, table
+from hf_moa.markdown import cell, read_table, table
 
-from .facts import DataUsed, title_of
+from .facts import SIZES, DataUsed, title_of
+
+_NOT_RECORDED = "not recorded"
 
 
 def data_table(data: Sequence[DataUsed]) -> str:
@@ -17,7 +19,7 @@ def data_table(data: Sequence[DataUsed]) -> str:
     rows = [
         {
             "use": used.use,
-            "data set": used.name or used.dataset or "not recorded",
+            "data set": used.name or used.dataset or _NOT_RECORDED,
             "on the Hub": used.dataset,
             "configuration": used.config,
             "split": used.split,
@@ -27,6 +29,26 @@ def data_table(data: Sequence[DataUsed]) -> str:
     ]
     known = [key for key in rows[0] if any(row[key] is not None for row in rows)]
     return table(known, ([row[key] for key in known] for row in rows))
+
+
+def data_rows(text: str) -> list[DataUsed]:
+    """The data sets in a section that `data_table` wrote; those of other tables are none."""
+    rows = []
+    for row in read_table(text):
+        name, examples = row.get("data set"), row.get("examples", "").replace(",", "")
+        if not name or "use" not in row:
+            return []
+        rows.append(
+            DataUsed(
+                use=row["use"],
+                name=None if name == _NOT_RECORDED else name,
+                dataset=row.get("on the Hub") or None,
+                config=row.get("configuration") or None,
+                split=row.get("split") or None,
+                examples=int(examples) if examples.isdigit() else None,
+            )
+        )
+    return rows
 
 
 def result_table(results: Sequence[EvalResult]) -> str:
@@ -59,7 +81,8 @@ def budget_table(rows: Sequence[Mapping[str, Any]]) -> str:
     slowest = rows[sizes.index(max(sizes))].get("seconds")
     names = dict.fromkeys(key for row in rows for key in row)
     times = ["seconds", "speed-up"] if "seconds" in names else []
-    measured = ("budget", "compute_fraction", "seconds")
+    sizes_of_data = [name for name in names if name.removeprefix("eval_") in SIZES]
+    measured = ("budget", "compute_fraction", "seconds", *sizes_of_data)
     metrics = [name for name in names if name not in measured]
     shown = []
     for row in rows:

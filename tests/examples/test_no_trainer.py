@@ -311,7 +311,11 @@ def test_card_has_the_budgets(arguments):
     assert heads == ["step", "epoch", "training loss", *names]
     assert f"| Loss | {cell(rows[0]['eval_loss'])} |" in text["Results"]
     again = checkpoint_card(folder)  # what `hf-moa card` makes of the folder
-    assert "tokens" not in again.data.metrics
+    assert str(again) == (folder / "README.md").read_text()
+    (folder / "README.md").unlink()
+    alone = checkpoint_card(folder)
+    assert alone.data.metrics == ["perplexity"]
+    assert shown in alone.text
 
 
 def test_a_card_that_cannot_be_read_stays(arguments):

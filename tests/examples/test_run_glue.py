@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import hf_moa
+from hf_moa import cli
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "run_glue.py"
 SENTENCE = "the a cat dog sat ran on under mat tree red blue . it she he was not very"
@@ -174,6 +175,18 @@ def test_cct_anneals_its_noise_and_is_evaluated_at_each_budget(run_glue, argumen
     table = capsys.readouterr().out
     assert "mrpc, 7 examples" in table
     assert "| budget | compute_fraction | seconds | eval_loss | eval_accuracy |" in table
+
+
+def test_command_keeps_what_the_card_of_a_run_knows(run_glue, arguments):
+    """Names and sizes of the data, the machine: files beside the model do not tell."""
+    arguments.update(attention_type="mae", cct_budgets=[1, 0.5], eval_budgets=True)
+    run_glue.main(command_line(arguments))
+    path = Path(arguments["output_dir"], "README.md")
+    written = path.read_text(encoding="utf-8")
+    assert "| evaluation | GLUE MRPC | nyu-mll/glue | mrpc | 7 |" in written
+    assert ", 4 rows a batch." in written  # the machine of the budgets
+    assert cli.main(["card", str(path.parent), "--overwrite"]) == 0
+    assert path.read_text(encoding="utf-8") == written
 
 
 @pytest.mark.parametrize("adapter", ["ftg", "ftg+", "lora"])

@@ -22,7 +22,7 @@ from peft import get_peft_model
 from test_pipelines import tokenizer
 
 from hf_moa import FTGConfig
-from hf_moa.model_card import checkpoint_card, read_card, write_card
+from hf_moa.model_card import DataUsed, TrainingFacts, checkpoint_card, read_card, write_card
 from hf_moa.model_card.tables import budget_table
 
 
@@ -157,6 +157,37 @@ def test_overwriting_measures_on_the_data_that_the_card_names(checkpoint):
     assert results["dataset"]["config"] == "mrpc"
     values = {metric["type"]: metric["value"] for metric in results["metrics"]}
     assert values == {"accuracy": 0.5, "f1": 0.9, "loss": 0.25}
+
+
+def test_data_that_are_named_later_keep_their_sizes(checkpoint):
+    sizes = (DataUsed(use="training", examples=40), DataUsed(use="evaluation", name="dev", examples=7))
+    write_card(full_card(training=TrainingFacts(data=sizes), datasets=()), checkpoint / "README.md")
+    assert card_command(checkpoint, "--overwrite", "--license", "mit") == 0
+    table = sections(read_card(checkpoint / "README.md"))["Training data"]
+    assert table.strip().splitlines()[2:] == [
+        "| training | not recorded | 40 |",
+        "| evaluation | dev | 7 |",
+    ]
+    assert card_command(checkpoint, "--overwrite", "--dataset", "nyu-mll/glue") == 0
+    assert sections(read_card(checkpoint / "README.md"))["Training data"].strip().splitlines()[2:] == [
+        "| training | nyu-mll/glue | nyu-mll/glue | 40 |",
+        "| evaluation | dev | nyu-mll/glue | 7 |",
+    ]
+
+
+def test_new_measurements_replace_those_of_the_card(checkpoint):
+    """The machine with them, which may be another."""
+    write_card(full_card(), checkpoint / "README.md")
+    path = checkpoint / "budget_results_mrpc.json"
+    path.write_text(json.dumps(BUDGET_ROWS))
+    assert card_command(checkpoint, "--overwrite") == 0
+    assert " on a machine" in sections(read_card(checkpoint / "README.md"))["Compute budgets"]
+    rows = [row | {"seconds": 9.0} for row in BUDGET_ROWS]
+    path.write_text(json.dumps(rows))
+    assert card_command(checkpoint, "--overwrite") == 0
+    text = sections(read_card(checkpoint / "README.md"))["Compute budgets"]
+    assert budget_table(rows) in text
+    assert " on a machine" not in text
 
 
 @pytest.mark.parametrize(
