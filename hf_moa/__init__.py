@@ -1,6 +1,7 @@
 """Gated Transformers: mixtures of attention heads, sparse experts and compute budgets.
 
-Importing the package registers its classes with transformers' `AutoConfig` and `AutoModel*`.
+Importing the package registers its classes with transformers' `AutoConfig` and `AutoModel*`, and their
+default target modules with PEFT.
 """
 
 import transformers as _transformers
@@ -38,13 +39,14 @@ from .modeling.modeling_moa_t5 import (
     MoaT5Model,
     MoaT5PreTrainedModel,
 )
+from .peft_targets import register_target_modules as _register_target_modules
 from .upcycle import upcycle
 
 __version__ = "0.1.0"
 
 
 def _register(config_class, modeling, tokenizer_class) -> None:
-    """Make a family known to the auto classes, and its checkpoints carry its code."""
+    """Make a family known to the auto classes and to PEFT, and its checkpoints carry its code."""
     _transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     config_class.register_for_auto_class()
     for auto_name, model_name in config_class.auto_classes.items():
@@ -52,6 +54,8 @@ def _register(config_class, modeling, tokenizer_class) -> None:
         getattr(_transformers, auto_name).register(config_class, model_class, exist_ok=True)
         model_class.register_for_auto_class(auto_name)
     _transformers.AutoTokenizer.register(config_class, tokenizer_class, exist_ok=True)
+    backbone = config_class.model_type.removeprefix("moa_")
+    _register_target_modules(config_class.model_type, backbone)
 
 
 _register(MoaBertConfig, _bert, _transformers.BertTokenizer)
