@@ -124,7 +124,7 @@ def test_translation_specialisation_and_transfer(reproduce, data_dir, tmp_path, 
     transfer.SEEDS, transfer.FRACTIONS, transfer.PAIRS = (1,), (0.5,), 40
     transfer.STEPS = transfer.STEPS_FROM_SCRATCH = 2
     transfer.METHODS |= {name: rates[:1] for name, rates in transfer.METHODS.items()}
-    transfer.OTHER_BASE["base"] = "MAE-7"  # no further one is trained here
+    transfer.OTHER_BASES = ("MAE-7",)  # no further one is trained here
     folders[-1] = str(tmp_path / "pretrained")
     results = tmp_path / "transfer.jsonl"
     transfer.EXPERIMENT.main([*folders, "--results", str(results)])
