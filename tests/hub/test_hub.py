@@ -165,10 +165,11 @@ def test_adapter_is_pushed_alone_and_pulled_onto_its_base(family, hub, owner, re
     assert files["adapter_model.safetensors"].content == upload.body
     assert json.loads(files["adapter_config.json"].content)["base_model_name_or_path"] == base
     card = files["README.md"].content.decode()
-    assert f"# FTG+ adapter of {base}" in card
+    assert f"A PEFT adapter (FTG+) of `{base}`" in card
     subject = SUBJECTS[family]
     labels = ", num_labels=3" if family == "bert" else ""
-    assert f'{subject.peft_auto_name}.from_pretrained("{repository}"{labels})' in card
+    assert f'{subject.case.auto.__name__}.from_pretrained("{base}"{labels})' in card
+    assert f'PeftModel.from_pretrained(base, "{repository}")' in card
     with_its_base = reader.call(
         "pull_adapter_with_its_base",
         auto=subject.peft_auto_name,
