@@ -7,7 +7,6 @@ trainer.train(resume_from_checkpoint=True)  # bit-exact, after however it ended
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,12 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_utils import HPSearchBackend, HubStrategy, has_length, rotate_checkpoints
+from transformers.trainer_utils import HPSearchBackend, has_length
 from transformers.utils import logging
 
-from hf_moa.kinds import is_one
 from hf_moa.model_card import MeanExpertLoad
-from hf_moa.modeling.gated_model import GatedModel
 from hf_moa.modeling.task_losses import next_token_labels, token_share
 
 from .arguments import (
@@ -40,7 +37,7 @@ from .auxiliary_losses import (
     weighted_auxiliary_loss,
 )
 from .cards import WritesModelCards
-from .checkpoints import discard_unfinished, written_whole
+from .checkpoints import discard_unfinished
 from .divergence import NO_LABELS, lacks_labels, named_losses, what_is_not_finite
 from .gate_choices import (
     check_mae_training,
@@ -58,6 +55,7 @@ from .label_smoothing import smoothed_loss
 from .random_states import kept_random_states
 from .schedules import CCTNoiseCallback, set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
+from .whole_checkpoints import SavesWholeCheckpoints
 
 logger = logging.get_logger(__name__)
 
@@ -67,7 +65,7 @@ class TrainingDivergedError(ArithmeticError):
     that it had before the update. (Running statistics, of gates too, may have seen its batch.)"""
 
 
-class _GatedTraining(WritesModelCards):
+class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
     """Mixin for `Trainer` and `Seq2SeqTrainer`."""
 
     arguments_class: type
@@ -93,8 +91,6 @@ class _GatedTraining(WritesModelCards):
         self._tokens: Tensor | None = None  # of the accumulated batch, for the auxiliary losses
         self._token_share: Tensor | None = None  # of the micro-batch
         self._loss_is_finite: Tensor | bool = True
-        self._staged: Path | None = None
-        self._pushes_later = False
         super().__init__(model, args, *rest, **kwargs)
         # Both are for `compute_loss` here: `Trainer` would leave the auxiliary losses out.
         self._smoothing = args.label_smoothing_factor if self.label_smoother is not None else 0.0
@@ -460,51 +456,6 @@ class _GatedTraining(WritesModelCards):
             + ("; a larger router_z_loss_coef" if "router_z_loss" in parts else "")
             + ("; bf16 in place of fp16." if self.args.fp16 else ".")
         )
-
-    # --- checkpoints ------------------------------------------------------------------------------
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._staged is None else str(self._staged)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As in `Trainer`; but a checkpoint has its name only when it is whole."""
-        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-        best_checkpoint = self.state.best_model_checkpoint
-        if self.state.best_global_step == self.state.global_step:
-            best_checkpoint = str(folder)
-        with written_whole(folder, self.accelerator, writes=self.args.should_save) as staged:
-            self._staged = staged.parent
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self._staged = None
-            self.state.best_model_checkpoint = best_checkpoint  # not the one of another name
-            gated = self._gated_model()
-            if self.args.should_save and self.is_fsdp_enabled and is_one(gated, GatedModel):
-                gated.save_config(staged)  # shards come without
-            if self.args.should_save:
-                self.state.save_to_json(str(staged / "trainer_state.json"))
-        if self._pushes_later:
-            self._pushes_later = False
-            self._push_whole_checkpoint(folder)
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=str(folder.parent),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # uploads go on in the background, under the name that the folder will have
-        self._pushes_later = True
-
-    def _push_whole_checkpoint(self, folder: Path) -> None:
-        # `Trainer` pushes a checkpoint's weights and configuration, but not the code that this names
-        if self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END:
-            for code in folder.glob("*.py"):
-                shutil.copy(code, self.args.output_dir)
-        super()._push_from_checkpoint(str(folder))
 
 
 class MoaTrainer(_GatedTraining, Trainer):
