@@ -4,12 +4,13 @@ import copy
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from gating_arguments import optional
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_moa import FTGConfig
@@ -18,6 +19,9 @@ from hf_moa.modeling.ftg_model import selected_modules
 
 logger = logging.getLogger(__name__)
 
+# Fields of a configuration that concern the head, or how a model was saved.
+_NOT_OF_BASE = ("architectures", "auto_map", "dtype", "transformers_version", "_name_or_path")
+_NOT_OF_BASE += ("id2label", "label2id", "problem_type", "finetuning_task")
 ADAPTERS = ("none", "ftg", "ftg+", "lora", "head")
 
 
@@ -90,25 +94,30 @@ def adapt(
         config = lora_config(model, adapter_args, task_type)
     else:
         config = ftg_config(adapter_args, task_type)
+    folder = Path(model.name_or_path)
     if not _is_stored(model):
-        folder = Path(output_dir, BASE_FOLDER).resolve()  # the adapter loads from wherever one is
+        folder = Path(output_dir, BASE_FOLDER)
         model.save_pretrained(folder)
-        model.config.name_or_path = model.name_or_path = str(folder)
         logger.info(f"The adapter's base model is in {folder}.")
+    if folder.is_dir():  # the adapter loads from wherever one is
+        model.config.name_or_path = model.name_or_path = str(folder.resolve())
     return get_peft_model(model, config)
 
 
 def _is_stored(model: PreTrainedModel) -> bool:
     """Whether `name_or_path` alone gives the model, but for a head, which an adapter has a copy of.
 
-    It does not where the model has been converted, its embeddings resized, or a part drawn anew.
+    It does not where the model has been converted, its embeddings resized, a part drawn anew, or a field
+    of its configuration set.
     """
     config, name = model.config, model.name_or_path
     try:
-        kind = type(config).get_config_dict(name)[0].get("model_type")
+        fields = type(config).get_config_dict(name)[0]
     except OSError:
         return False
-    if kind != config.model_type:
+    if fields.get("model_type") != config.model_type:
+        return False
+    if _fields_of_base(type(config)(**fields)) != _fields_of_base(config):
         return False
     with torch.random.fork_rng(devices=[]):  # what is drawn here changes no number of the run
         stored = type(model).from_pretrained(
@@ -118,6 +127,12 @@ def _is_stored(model: PreTrainedModel) -> bool:
     return found.keys() == expected.keys() and all(
         torch.equal(tensor, found[key].to(tensor.device)) for key, tensor in expected.items()
     )
+
+
+def _fields_of_base(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that say what a model computes below its head."""
+    fields = config.to_dict()
+    return {name: value for name, value in fields.items() if name not in _NOT_OF_BASE}
 
 
 def train_head(model: PreTrainedModel, further: list[str]) -> PreTrainedModel:

@@ -53,7 +53,7 @@ def read_squad(path: str, flag: str, *, need_answers: bool = True) -> Dataset:
                 for paragraph in article["paragraphs"]
                 for question in paragraph["qas"]
             ]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"`{flag}` must have SQuAD's form, data / paragraphs / qas (got {path}: {error!r})."
             ) from error
@@ -70,9 +70,20 @@ def _answers(question: Mapping[str, Any], need_answers: bool) -> list[Mapping[st
     return question["answers"] if need_answers else question.get("answers", [])
 
 
-def have_answers(questions: Dataset) -> bool:
-    """Whether all questions of `read_squad` have an answer."""
-    return all(answers["text"] for answers in questions["answers"])
+def check_ids(questions: Dataset, origin: str) -> None:
+    """Raise a ValueError unless each question has an id of its own, by which its answer is kept."""
+    name, count = collections.Counter(questions["id"]).most_common(1)[0]
+    if count > 1:
+        raise ValueError(
+            f"Each question of {origin} must have an `id` of its own (got {name!r} {count} times)."
+        )
+
+
+def num_answered(questions: Dataset) -> int:
+    """How many questions of `read_squad`, or of the Hub, have an answer."""
+    if "answers" not in questions.column_names:
+        return 0
+    return sum(bool(answers["text"]) for answers in questions["answers"])
 
 
 class Features:

@@ -29,7 +29,7 @@ from gating_arguments import (
     optional,
 )
 from peft import TaskType
-from question_answering import AnswerMetric, Features, have_answers, read_squad
+from question_answering import AnswerMetric, Features, check_ids, num_answered, read_squad
 from text_training import (
     CheckpointArguments,
     check_counts,
@@ -116,6 +116,8 @@ def load_questions(
         if path is None:
             raise ValueError(f"The {split} questions are needed: give `{split}_file`.")
         questions = read_squad(path, f"{split}_file", need_answers=split != "test")
+    if split == "test":
+        check_ids(questions, data_args.dataset_name or f"`{split}_file`")
     most = {
         "train": data_args.max_train_samples,
         "validation": data_args.max_eval_samples,
@@ -150,7 +152,10 @@ def make_features(
 
 def predict(trainer: MoaTrainer, features: Features, metric: AnswerMetric) -> None:
     """Write the answers by their question's id; and where the right ones are known, their scores."""
-    trainer.compute_metrics = metric if have_answers(features.questions) else None
+    answered, asked = num_answered(features.questions), len(features.questions)
+    trainer.compute_metrics = metric if answered == asked else None
+    if answered < asked:
+        logger.info(f"No scores: {asked - answered:,} of {asked:,} test questions come without answers.")
     prediction = trainer.predict(features.dataset, metric_key_prefix="predict")
     trainer.log(prediction.metrics)  # from where the model's card takes them
     metrics = {**prediction.metrics, "predict_samples": len(features.questions)}
@@ -205,7 +210,7 @@ def main(args: list[str] | None = None) -> None:
             questions,
             tokenizer,
             keep_places=split != "train",
-            with_answers=split != "test" or have_answers(questions),
+            with_answers=split != "test" or num_answered(questions) == len(questions),
         )
 
     def metric_of(features: Features) -> AnswerMetric:

@@ -186,22 +186,27 @@ def load_tokenizer(
 
 
 def set_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Pad with the end of text where the tokenizer has no token to pad with, as GPT-2's, and let the
-    model know: a classifier on it reads the last token before the padding.
+    """Make tokenizer and model pad with the same token: a classifier on GPT-2 reads the last one before
+    the padding. It is the tokenizer's; without one, the model's; or else the end of text.
 
     Raises:
-        ValueError: the tokenizer has neither token.
+        ValueError: there is none of these.
     """
+    config = model.config
     if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
+        known = config.pad_token_id is not None and config.pad_token_id < len(tokenizer)
+        token = tokenizer.eos_token
+        token = tokenizer.convert_ids_to_tokens(config.pad_token_id) if known else token
+        if token is None:
             raise ValueError(
                 "The tokenizer must have a pad_token or an eos_token, for texts of several lengths (got "
                 "neither): give another with `tokenizer_name`."
             )
-        tokenizer.pad_token = tokenizer.eos_token
-        logger.info(f"The tokenizer has no pad_token: texts are padded with {tokenizer.eos_token!r}.")
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
+        tokenizer.pad_token = token
+        logger.info(f"The tokenizer has no pad_token: texts are padded with {token!r}.")
+    if config.pad_token_id != tokenizer.pad_token_id:
+        logger.info(f"The model's pad_token_id is {tokenizer.pad_token_id} now, as the tokenizer's.")
+        config.pad_token_id = tokenizer.pad_token_id
 
 
 def train_byte_level_bpe(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import dropwhile, takewhile
 from typing import Any
 
 _BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
@@ -42,7 +43,8 @@ def table(
 
 def read_table(text: str) -> list[dict[str, str]]:
     """The rows of the first table in a text, as `table` writes them: column -> the text of its cell."""
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    lines = list(dropwhile(lambda line: not line.startswith("|"), text.splitlines()))
+    lines = [line for line in takewhile(lambda line: line.startswith("|"), lines) if line[1] == " "]
     head, *body = [_BETWEEN_CELLS.split(line.strip()[1:-1]) for line in lines] or [[]]
     names = [name.strip() for name in head]
     cells = ([value.strip().replace("\\|", "|") for value in row] for row in body)

@@ -35,3 +35,4 @@ def test_table_is_read_as_it_was_written():
         {"name": "c", "value": "1", "x": "two words"},
     ]
     assert read_table("no table") == []
+    assert read_table(f"{table(['a'], [[1]])}\n\n{table(['b'], [[2]])}") == [{"a": "1"}]

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from hf_moa.kinds import is_one
 from hf_moa.modeling.configuration_gating import GatingConfig
-from hf_moa.modeling.ftg_config import LOADERS, saved_num_labels
+from hf_moa.modeling.ftg_config import LOADERS, FTGConfig, saved_num_labels
 
 from .card import card_of
 from .files import read_object
@@ -39,6 +39,7 @@ class Adapter:
         config: of the base model, with as many labels as the adapter's classifier has.
         model_class: of the base model, with the head that the adapter is for; None: the config says.
         base_folder: the folder in the adapter's own that the base lies in; None where it lies elsewhere.
+        trains: what FTG trains, in a sentence; None of other methods.
     """
 
     method: str
@@ -46,6 +47,7 @@ class Adapter:
     config: GatingConfig
     model_class: str | None
     base_folder: str | None = None
+    trains: str | None = None
 
     @classmethod
     def of(cls, model: PeftModel) -> Adapter:
@@ -57,8 +59,13 @@ class Adapter:
         base = model.get_base_model()
         name = next(iter(model.peft_config.values())).base_model_name_or_path or None
         _check_gated(base.config, name)
-        method = peft_method(model.peft_config)
-        return cls(method=method, base=name, config=base.config, model_class=type(base).__name__)
+        return cls(
+            method=peft_method(model.peft_config),
+            base=name,
+            config=base.config,
+            model_class=type(base).__name__,
+            trains=trained_in_words(model.peft_config),
+        )
 
     @classmethod
     def in_folder(cls, folder: Path, *, base_model: str | None = None) -> Adapter:
@@ -91,6 +98,7 @@ class Adapter:
             config=config,
             model_class=model_class,
             base_folder=base_folder,
+            trains=FTGConfig.from_pretrained(folder).in_words() if method == "FTG" else None,
         )
 
     @property
@@ -108,14 +116,16 @@ def base_beside(folder: str | Path, base: str | None) -> str | None:
 
     Args:
         folder: the adapter's.
-        base: what the adapter names. Where that is no longer there, the two may have moved together.
+        base: what the adapter names. Of the name that the scripts give it, it is the one beside the
+            adapter, where there is one: the two may have moved together, or been copied.
     """
     if not base:
         return None
     folder, path = Path(folder).resolve(), Path(base).resolve()
-    if path.is_dir():
-        return path.relative_to(folder).as_posix() if folder in path.parents else None
-    return BASE_FOLDER if path.name == BASE_FOLDER and (folder / BASE_FOLDER).is_dir() else None
+    if path.name == BASE_FOLDER and (folder / BASE_FOLDER).is_dir():
+        return BASE_FOLDER
+    is_inside = path.is_dir() and folder in path.parents
+    return path.relative_to(folder).as_posix() if is_inside else None
 
 
 def base_class_of(facts: Mapping[str, Any], config: GatingConfig) -> str | None:
@@ -138,6 +148,12 @@ def peft_method(peft_configs: Mapping[str, Any] | None) -> str | None:
         return None
     config = next(iter(peft_configs.values()))
     return _method(getattr(config.peft_type, "value", config.peft_type), getattr(config, "plus", False))
+
+
+def trained_in_words(peft_configs: Mapping[str, Any] | None) -> str | None:
+    """What the first adapter trains, in a sentence, if it is one of FTG; else None."""
+    config = next(iter((peft_configs or {}).values()), None)
+    return config.in_words() if is_one(config, FTGConfig) else None
 
 
 def _method(peft_type: str, plus: bool) -> str:

@@ -19,7 +19,8 @@ from .loading import class_of, loading_in_words, task_of
 from .mechanisms import citations, mechanism_phrases, mechanism_tags, mechanisms_in_words
 from .tables import budget_table, data_table, result_table
 
-# What stands under these headings is written anew with every card; what stands under others stays.
+# What stands under these headings is this package's to write: a new card has the place of an old one's,
+# as far as it knows of it. What stands under others stays.
 LOADING = "How to load"
 MECHANISM = "Mechanism"
 DATA = "Training data"
@@ -46,10 +47,7 @@ _COMMENT = f"""{MARK}, from what it knows of this model. Add what only you know:
 where the data come from. Sections of your own stay when the card is written anew; this introduction too,
 once this comment is gone. -->"""
 
-_FTG = {
-    "FTG": "It trains copies of the base's gates",
-    "FTG+": "It trains copies of the base's gates and of its attention's output projections",
-}
+_FTG = ("FTG", "FTG+")
 _BACKBONES = {"bert": "BERT", "gpt2": "GPT-2", "t5": "T5"}
 
 
@@ -71,6 +69,7 @@ def model_card(
     expert_load: Mapping[str, Sequence[Sequence[float]]] | None = None,
     expert_load_of: str = "the training batches of the last log",
     adapter: str | None = None,
+    adapter_trains: str | None = None,
     base_folder: str | None = None,
     has_tokenizer: bool = True,
     carries_code: bool = True,
@@ -97,6 +96,7 @@ def model_card(
             an MAE gate, of the weight.
         expert_load_of: what `expert_load` is the mean over, in words.
         adapter: the PEFT method ("FTG", "FTG+", "LORA"), where the card is an adapter's.
+        adapter_trains: what that trains, in a sentence.
         base_folder: the folder beside an adapter that its base is in, where it is nowhere else.
         has_tokenizer: whether a tokenizer is saved with the model.
         carries_code: whether the checkpoint loads with `trust_remote_code=True`.
@@ -165,7 +165,7 @@ def model_card(
     entries = citations(config, is_ftg=adapter in _FTG)
     if entries:
         sections[CITATION] = "```bibtex\n" + "\n\n".join(entries) + "\n```"
-    introduction = _introduction(config, model_class, base_model, adapter)
+    introduction = _introduction(config, model_class, base_model, adapter, adapter_trains)
     text = f"\n{_COMMENT}\n\n# {title}\n\n{introduction}\n"
     text += "".join(f"\n## {heading}\n\n{body}\n" for heading, body in sections.items())
     return card_of(data, text)
@@ -202,7 +202,11 @@ def _metadata(title: str, results: Sequence[EvalResult], **fields: Any) -> Model
 
 
 def _introduction(
-    config: GatingConfig, model_class: str, base_model: str | None, adapter: str | None
+    config: GatingConfig,
+    model_class: str,
+    base_model: str | None,
+    adapter: str | None,
+    adapter_trains: str | None,
 ) -> str:
     backbone = _BACKBONES[family_of(config).model_type]
     phrases = mechanism_phrases(config)
@@ -211,9 +215,7 @@ def _introduction(
     if adapter is not None:
         of = f"`{base_model}`, " if base_model else ""
         text = f"A PEFT adapter ({adapter}) of {of}{what} (`{model_class}`)."
-        if adapter in _FTG:
-            text += f" {_FTG[adapter]}, and leaves all else as it is (Peng et al. 2020, section 5.2)."
-        return text
+        return f"{text} {adapter_trains}" if adapter_trains else text
     origin = f" It started from `{base_model}`." if base_model else ""
     return f"{what[0].upper()}{what[1:]} (`{model_class}`).{origin}"
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 from transformers import AutoConfig
 
-from hf_moa.markdown import cell, read_table
 from hf_moa.modeling.configuration_gating import GatingConfig
 
 from .adapter import Adapter
-from .card import BUDGETS, DATA, HYPERPARAMETERS, RESULTS, model_card
+from .card import BUDGETS, DATA, HYPERPARAMETERS, model_card
 from .existing import base_on_hub, merged_card, read_card, split_sections
 from .facts import (
     DataUsed,
@@ -24,12 +22,12 @@ from .facts import (
     at_budget,
     eval_results,
     hub_name,
-    is_hub_id,
     named_metrics,
 )
 from .files import read_json, read_object
+from .known import knows_results, named_data, training_data, without_base
 from .loading import class_of, task_of
-from .tables import budget_table, data_rows
+from .tables import budget_table
 from .trainer import final_metrics, history_of
 
 _METRIC_FILES = ("all_results.json", "eval_results.json")
@@ -93,7 +91,11 @@ def checkpoint_card(
     else:
         config, model_class = adapter.config, adapter.model_class
         carries_code = adapter.base_carries_code
-        base_model = base_model or hub_name(adapter.base) or base_on_hub(old)
+        if adapter.base_folder is None:
+            base_model = base_model or hub_name(adapter.base)
+        else:
+            old = without_base(old, adapter.base)
+        base_model = base_model or base_on_hub(old)
     known = old.data if old is not None else None
     said = {} if old is None or training is not None else dict(split_sections(old.text)[1])
     given = list(datasets)
@@ -107,7 +109,8 @@ def checkpoint_card(
     results = eval_results(found, task=task, data=data)
     budget_rows = _budget_rows(folder, budgets)
     # what made the old card measured the same, and may know more of it: on what, and on which machine
-    if not given and metrics is None and _values(said, RESULTS) >= _values_of(results):
+    is_same_run = old is not None and training is None and metrics is None and not given
+    if is_same_run and knows_results(old, results):
         results = []
     if budgets is None and budget_rows and budget_table(budget_rows) in said.get(BUDGETS, ""):
         budget_rows = []
@@ -123,7 +126,8 @@ def checkpoint_card(
         results=results,
         training=training
         or TrainingFacts(
-            data=_training_data(given, datasets, said.get(DATA)),
+            # the section of the old card stays where nobody names others
+            data=training_data(old, datasets) if given or DATA not in said else (),
             hyperparameters={} if _tells_hyperparameters(old) else _hyperparameters(state),
             history=history_of(log),
         ),
@@ -131,6 +135,7 @@ def checkpoint_card(
         has_tokenizer=any(_has(folder, name) for name in _TOKENIZER_FILES),
         carries_code=carries_code,
         adapter=None if adapter is None else adapter.method,
+        adapter_trains=None if adapter is None else adapter.trains,
         base_folder=None if adapter is None else adapter.base_folder,
         expert_load=expert_load,
         expert_load_of=expert_load_of,
@@ -184,48 +189,19 @@ def _metrics(
 
 def _at_largest_budget(entries: Mapping[str, Any], config: GatingConfig) -> dict[str, Any]:
     """What an Accelerate script wrote, of a CCT model at its largest budget under the plain names."""
-    endings = [at_budget("", budget) for budget in config.listed_budgets]
-    if not any(name.endswith(tuple(endings)) for name in entries):
+    if not config.has_cct:
         return dict(entries)
-    found = {}
-    for name, value in entries.items():
-        if name.endswith(endings[0]):
-            found[name.removesuffix(endings[0])] = value
-        elif not name.endswith(tuple(endings)):
-            found[name] = value
-    found.pop("compute_fraction", None)
+    largest = at_budget("", config.listed_budgets[0])
+    found = dict(entries)
+    for name in (key.removesuffix(largest) for key in entries if key.endswith(largest)):
+        measured = [at_budget(name, budget) for budget in config.listed_budgets]
+        if all(each in entries for each in measured):
+            found[name] = found[measured[0]]
+            for each in measured:
+                found.pop(each, None)
+    if found.keys() != entries.keys():
+        found.pop("compute_fraction", None)
     return found
-
-
-def _values(said: Mapping[str, str], heading: str) -> set[str]:
-    """The values in a table of results of an old card."""
-    return {row.get("value", "") for row in read_table(said.get(heading, ""))}
-
-
-def _values_of(results: Sequence[EvalResult]) -> set[str]:
-    return {cell(result.metric_value) for result in results}
-
-
-def _training_data(given: list[str], datasets: list[str], said: str | None) -> tuple[DataUsed, ...]:
-    """The data sets of the card.
-
-    Args:
-        given: ids that the caller names.
-        datasets: these, or those of the old card's metadata.
-        said: the old card's section of them. Where it says how many examples there were, of which split,
-            an id that is given is that of the rows without one.
-    """
-    if said is None:
-        return tuple(map(_data, datasets))
-    if not given:
-        return ()  # the old section stays
-    rows = data_rows(said)
-    if len(given) == 1:
-        rows = [row if row.dataset else replace(row, dataset=given[0]) for row in rows]
-    else:
-        rows = [row for row in rows if row.dataset or row.name]
-    named = {row.dataset for row in rows}
-    return (*rows, *(_data(name) for name in given if name not in named))
 
 
 def _logged_metrics(state: Mapping[str, Any]) -> list[tuple]:
@@ -261,10 +237,6 @@ def _source(given: Any, name: str) -> Any:
     return given if isinstance(given, (str, Path)) else f"`{name}`"
 
 
-def _data(name: str) -> DataUsed:
-    return DataUsed(use="training", dataset=name if is_hub_id(name) else None, name=name)
-
-
 def _evaluated(datasets: list[str], results: list[EvalResult]) -> DataUsed | None:
     """What the metrics were measured on: the one data set, just as the old card's results name it."""
     if len(datasets) != 1:
@@ -280,7 +252,7 @@ def _evaluated(datasets: list[str], results: list[EvalResult]) -> DataUsed | Non
         )
         for result in results
     }
-    return known.pop() if [used.dataset for used in known] == datasets else _data(datasets[0])
+    return known.pop() if [used.dataset for used in known] == datasets else named_data(datasets[0])
 
 
 def _listed(value: Any) -> list[str]:

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_moa.environment import environment
 
-from .adapter import base_beside, peft_method
+from .adapter import base_beside, peft_method, trained_in_words
 from .card import model_card
 from .existing import base_on_hub, merged_card, read_card, write_card
 from .facts import (
@@ -132,6 +132,7 @@ def trainer_card(
         measured_on=_machine(trainer),
         expert_load=getattr(trainer, "expert_load", None),
         adapter=method,
+        adapter_trains=trained_in_words(peft_configs),
         base_folder=base_folder,
         carries_code=base_folder is None,
         has_tokenizer=_has_tokenizer(trainer),

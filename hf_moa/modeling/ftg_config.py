@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -37,6 +38,10 @@ LOADERS = {
     "QUESTION_ANS": "ForQuestionAnswering",
     "FEATURE_EXTRACTION": "ForFeatureExtraction",
 }
+# What an adapter's card calls what it trains, and the ends of the names of gating modules.
+_KINDS = {"mae": "MAE gates", "router": "routers", "cct": "CCT control networks"}
+_KIND_OF_NAME = {"gate": "mae", "router": "router", "control": "cct"}
+_PROJECTIONS = "attention output projections"
 _HEAD = re.compile(r"\.(classifier|score|classification_head\.out_proj)\.weight$")
 
 
@@ -150,12 +155,32 @@ class FTGConfig(PeftConfig):
         labels = saved_num_labels(save_directory)
         card.write_text(f"{text[:start]}\n\n{self._card(labels)}{kept}", encoding="utf-8")
 
+    def in_words(self) -> str:
+        """What the adapter trains, in a sentence for its card."""
+        names, layers = self.target_modules, self.layers_to_transform
+        if isinstance(names, str):
+            trained = [f"modules of names like `{names}`"]
+        elif names is None:
+            trained = [_KINDS[kind] for kind in self.gates]
+            trained += [_PROJECTIONS] if self.plus else []
+        else:  # an adapter that was made knows what it found
+            ends = {name.rsplit(".", 1)[-1] for name in names}
+            trained = [_KINDS[kind] for end, kind in _KIND_OF_NAME.items() if end in ends]
+            others = sorted(ends - {*_KIND_OF_NAME})
+            if others:
+                trained.append(_PROJECTIONS if self.plus else f"modules named {_listed(others)}")
+        text = "It trains copies of the base model's " + " and ".join(
+            [", ".join(trained[:-1]), trained[-1]] if len(trained) > 1 else trained
+        )
+        if layers is not None:
+            text += f" in layer {layers}" if isinstance(layers, int) else f" in the layers {layers}"
+        text += ", and leaves all else as it is"
+        if self.modules_to_save:
+            text += f" but for modules named {_listed(self.modules_to_save)}"
+        return f"{text} (Peng et al. 2020, section 5.2)."
+
     def _card(self, num_labels: int | None) -> str:
         base = self.base_model_name_or_path or "the base model"
-        kinds = {"mae": "MAE gates", "router": "routers", "cct": "CCT control networks"}
-        trained = [kinds[kind] for kind in self.gates]
-        if self.plus:
-            trained.append("attention output projections")
         first = "import hf_moa  # makes PEFT and transformers know the adapter and the base"
         task = getattr(self.task_type, "value", self.task_type)
         loader = f"AutoPeftModel{LOADERS.get(task, '')}"
@@ -168,9 +193,7 @@ class FTGConfig(PeftConfig):
             load = f'{loader}.from_pretrained(base, "{ADAPTER_PLACE}")  # the model that it was made on'
         return f"""# {"FTG+" if self.plus else "FTG"} adapter of {base}
 
-A PEFT adapter for a gated Transformer: it trains copies of the base model's {", ".join(trained)} (as far
-as the base has them) and leaves all else as it is (Peng et al. 2020, "A Mixture of h-1 Heads is Better
-than h Heads", section 5.2).
+A PEFT adapter for a gated Transformer. {self.in_words()}
 
 ```python
 {first}
@@ -182,6 +205,10 @@ model = {load}
 The package hf_moa brings it. Without it, load the base first, with `trust_remote_code=True`, and then
 `PeftModel.from_pretrained(base, ...)`.
 """
+
+
+def _listed(names: str | Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in ([names] if isinstance(names, str) else names))
 
 
 def without_ftg_card(text: str) -> str:

@@ -45,20 +45,26 @@ def test_what_peft_knows_of_a_model_itself_stays(monkeypatch):
     assert table["moa_bert"] == ["key"]
 
 
-def test_experts_are_parameters():
+EXPERTS = {  # LoraConfig's target_modules, target_parameters
+    "bert": (["value"], ["query.weight", "attention.output.dense.weight"]),
+    "gpt2": ([], ["attn.q_attn.weight", "attn.c_proj.weight"]),
+    "t5": (["v"], ["q.weight", "o.weight"]),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_parameters(name):
     """LoRA of MoA: the update enters the output, and is what merging leaves."""
-    model = build("bert", attention_type="moa")
-    before = predict("bert", model.eval())
-    config = LoraConfig(
-        target_modules=["value"], target_parameters=["query.weight", "attention.output.dense.weight"]
-    )
-    model = get_peft_model(model, config)
+    model = build(name, attention_type="moa").double()
+    before = predict(name, model.eval())
+    modules, parameters = EXPERTS[name]
+    model = get_peft_model(model, LoraConfig(target_modules=modules, target_parameters=parameters))
     torch.manual_seed(0)
     updates = {name: p for name, p in model.named_parameters() if "lora_B" in name}
-    for kind in ("query", "value", "attention.output.dense"):
+    for kind in (*modules, *(each.removesuffix(".weight") for each in parameters)):
         assert any(f".{kind}.lora_B" in name for name in updates)
     for parameter in updates.values():
         torch.nn.init.normal_(parameter, std=0.5)
-    after = predict("bert", model.eval())
+    after = predict(name, model.eval())
     assert (after - before).abs().max() > 1e-2
-    torch.testing.assert_close(predict("bert", model.merge_and_unload()), after)
+    torch.testing.assert_close(predict(name, model.merge_and_unload()), after)

@@ -1,7 +1,9 @@
 """Cards of adapters: of trainers, of `hf-moa card` and of `push_to_hub`."""
 
+import copy
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,7 +50,7 @@ def test_card_of_an_adapter(method, tmp_path, monkeypatch):
     assert "local/base" not in str(card)
     assert ADAPTER_PLACE not in card.text
     assert refusals(str(card)) == []
-    assert ("attention's output projections" in card.text) == (method == "ftg")
+    assert ("MAE gates and attention output projections" in card.text) == (method == "ftg")
     assert "AutoPeftModel" not in card.text  # one way to load it
     assert "[More Information Needed]" not in card.text
     assert "- PEFT " in sections(card)["Training hyperparameters"]
@@ -244,13 +246,42 @@ def test_card_of_an_adapter_of_a_plain_model_is_pushed_with_its_name(monkeypatch
     assert 'PeftModel.from_pretrained(base, "user/adapter")' in api.cards[0]
 
 
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (FTGConfig(), "MAE gates and CCT control networks, and leaves all else as it is ("),
+        (FTGConfig(gates=["cct"]), "CCT control networks, and"),
+        (FTGConfig(gates=[], plus=True), "attention output projections, and"),
+        (FTGConfig(plus=True), "MAE gates, CCT control networks and attention output projections, and"),
+        (FTGConfig(layers_to_transform=1), "MAE gates and CCT control networks in layer 1, and"),
+        (
+            FTGConfig(layers_to_transform=[0]),
+            "MAE gates and CCT control networks in the layers [0], and",
+        ),
+        (FTGConfig(target_modules=["value", "key"]), "modules named `key`, `value`, and"),
+        (FTGConfig(target_modules=r".*\.query"), r"modules of names like `.*\.query`, and"),
+        (FTGConfig(gates=["mae"], task_type="SEQ_CLS"), "but for modules named `classifier`, `score` ("),
+    ],
+)
+def test_card_says_what_the_adapter_trains(config, text, tmp_path):
+    build("bert", attention_type="mae", cct_budgets=[1, 0.5]).save_pretrained(tmp_path / "base")
+    base = CASE["BertForSequenceClassification"].gated.from_pretrained(tmp_path / "base")
+    get_peft_model(base, copy.deepcopy(config)).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "README.md"
+    assert text in " ".join(path.read_text().split())
+    assert card_command(tmp_path / "adapter") == 0
+    assert text in path.read_text()
+
+
+@pytest.mark.parametrize("is_relative", [False, True])
 @pytest.mark.parametrize("writer", ["trainer", "command"])
-def test_base_beside_its_adapter_moves_with_it(writer, tmp_path, monkeypatch):
+def test_base_beside_its_adapter_moves_with_it(writer, is_relative, tmp_path, monkeypatch):
     """The adapter's files name where the base was; card and commands find it where it is."""
     monkeypatch.chdir(tmp_path)
     folder = (tmp_path / "adapter").resolve()
     build("bert", attention_type="mae").save_pretrained(folder / "base_model")
-    base = CASE["BertForSequenceClassification"].gated.from_pretrained(folder / "base_model")
+    name = "adapter/base_model" if is_relative else folder / "base_model"
+    base = CASE["BertForSequenceClassification"].gated.from_pretrained(name)
     model = get_peft_model(base, FTGConfig(task_type="SEQ_CLS"))
     if writer == "trainer":
         run("bert", model, folder, learning_rate=1e-2, **LOGS).save_model()
@@ -261,6 +292,7 @@ def test_base_beside_its_adapter_moves_with_it(writer, tmp_path, monkeypatch):
     monkeypatch.chdir("elsewhere")
     if writer == "command":
         assert card_command("moved") == 0
+    assert "adapter/base_model" not in Path("moved/README.md").read_text()
     (snippet,) = python_of(read_card("moved/README.md"))  # no code is found beside an adapter
     assert 'subfolder="base_model"' in snippet
     snippet = snippet.replace('"adapter"', '"moved"').split("inputs =")[0]
@@ -269,6 +301,20 @@ def test_base_beside_its_adapter_moves_with_it(writer, tmp_path, monkeypatch):
         with torch.no_grad():
             expected = model.eval()(**inputs).logits
             torch.testing.assert_close(loaded(**inputs).logits, expected, rtol=0, atol=0)
+
+
+def test_copied_adapter_has_the_base_beside_it(tmp_path, monkeypatch):
+    """Though the one that its files name is still there."""
+    monkeypatch.chdir(tmp_path)
+    build("bert", attention_type="mae").save_pretrained("first/base_model")
+    base = CASE["BertForSequenceClassification"].gated.from_pretrained(tmp_path / "first/base_model")
+    get_peft_model(base, FTGConfig(task_type="SEQ_CLS")).save_pretrained("first")
+    shutil.copytree("first", "second")
+    assert card_command("second") == 0
+    (snippet,) = python_of(read_card("second/README.md"))
+    assert 'from_pretrained("second", subfolder="base_model"' in snippet
+    shutil.rmtree("first")
+    assert load_checkpoint("second").get_base_model().name_or_path == "second"
 
 
 def test_what_others_add_to_the_card_that_an_adapter_is_saved_with_stays(saved_adapter):

@@ -22,6 +22,7 @@ from peft import get_peft_model
 from test_pipelines import tokenizer
 
 from hf_moa import FTGConfig
+from hf_moa.markdown import read_table
 from hf_moa.model_card import DataUsed, TrainingFacts, checkpoint_card, read_card, write_card
 from hf_moa.model_card.tables import budget_table
 
@@ -171,8 +172,87 @@ def test_data_that_are_named_later_keep_their_sizes(checkpoint):
     assert card_command(checkpoint, "--overwrite", "--dataset", "nyu-mll/glue") == 0
     assert sections(read_card(checkpoint / "README.md"))["Training data"].strip().splitlines()[2:] == [
         "| training | nyu-mll/glue | nyu-mll/glue | 40 |",
-        "| evaluation | dev | nyu-mll/glue | 7 |",
+        "| evaluation | dev |  | 7 |",
     ]
+    assert card_command(checkpoint, "--overwrite", "--dataset", "nyu-mll/glue", "user/more") == 0
+    assert sections(read_card(checkpoint / "README.md"))["Training data"].strip().splitlines()[2:] == [
+        "| training | nyu-mll/glue | nyu-mll/glue | 40 |",
+        "| training | user/more | user/more |  |",
+        "| evaluation | dev |  | 7 |",
+    ]
+
+
+def test_unnamed_data_stay_beside_several_names(checkpoint):
+    sizes = (DataUsed(use="training", examples=40),)
+    write_card(full_card(training=TrainingFacts(data=sizes), datasets=()), checkpoint / "README.md")
+    assert card_command(checkpoint, "--overwrite", "--dataset", "user/one", "user/two") == 0
+    rows = sections(read_card(checkpoint / "README.md"))["Training data"].strip().splitlines()[2:]
+    assert rows == [
+        "| training | not recorded |  | 40 |",
+        "| training | user/one | user/one |  |",
+        "| training | user/two | user/two |  |",
+    ]
+
+
+def test_wrong_data_are_corrected(checkpoint):
+    assert card_command(checkpoint, "--dataset", "wrong/one") == 0
+    assert card_command(checkpoint, "--overwrite", "--dataset", "right/one") == 0
+    card = read_card(checkpoint / "README.md")
+    assert card.data.datasets == ["right/one"]
+    assert "wrong/one" not in str(card)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        (
+            {"eval_accuracy": 0.9, "predict_accuracy": 0.8},
+            {"eval_accuracy": 0.8},
+            {"Accuracy": "0.8"},
+        ),
+        (
+            {"eval_accuracy": 0.84, "eval_accuracy_mm": 0.85},
+            {"eval_accuracy": 0.85, "eval_accuracy_mm": 0.84},
+            {"Accuracy": "0.85", "Accuracy mm": "0.84"},
+        ),
+        (
+            {"eval_accuracy": 0.75, "eval_f1": 0.5},
+            {"eval_matthews_correlation": 0.5},
+            {"Matthews correlation": "0.5"},
+        ),
+    ],
+)
+def test_new_results_replace_those_of_the_card(before, after, shown, checkpoint):
+    (checkpoint / "all_results.json").write_text(json.dumps(before))
+    assert card_command(checkpoint) == 0
+    (checkpoint / "all_results.json").write_text(json.dumps(after))
+    assert card_command(checkpoint, "--overwrite") == 0
+    rows = read_table(sections(read_card(checkpoint / "README.md"))["Results"])
+    assert {row["metric"]: row["value"] for row in rows} == shown
+
+
+def test_results_that_differ_in_later_digits_replace_those_of_the_metadata(checkpoint):
+    path = checkpoint / "all_results.json"
+    path.write_text('{"eval_accuracy": 0.912345}')
+    assert card_command(checkpoint, "--dataset", "nyu-mll/glue") == 0
+    path.write_text('{"eval_accuracy": 0.912309}')
+    assert card_command(checkpoint, "--overwrite") == 0
+    (result,) = read_card(checkpoint / "README.md").data.eval_results
+    assert result.metric_value == 0.912309
+
+
+def test_metrics_at_a_rank_are_none_at_a_budget(checkpoint):
+    path = checkpoint / "all_results.json"
+    path.write_text('{"eval_precision_at_1": 0.25, "eval_precision_at_5": 0.5}')
+    text = sections(checkpoint_card(checkpoint))["Results"]
+    assert "| Precision at 1 | 0.25 |" in text
+    assert "| Precision at 5 | 0.5 |" in text
+    path.write_text(
+        '{"bleu_at_1": 20.0, "bleu_at_0.5": 10.0, "compute_fraction_at_1": 1.0, '
+        '"compute_fraction_at_0.5": 0.5}'
+    )
+    rows = read_table(sections(checkpoint_card(checkpoint))["Results"])
+    assert [(row["metric"], row["value"]) for row in rows] == [("BLEU", "20")]
 
 
 def test_new_measurements_replace_those_of_the_card(checkpoint):
