@@ -1,6 +1,7 @@
 """What the example scripts share about PEFT adapters: FTG, FTG+, and LoRA as the yardstick."""
 
 import copy
+import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,7 +132,7 @@ def _is_stored(model: PreTrainedModel) -> bool:
 
 def _fields_of_base(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields that say what a model computes below its head."""
-    fields = config.to_dict()
+    fields = json.loads(config.to_json_string(use_diff=False))  # tuples as lists
     return {name: value for name, value in fields.items() if name not in _NOT_OF_BASE}
 
 

@@ -228,18 +228,40 @@ def test_adapter_in_the_place_of_a_model_is_an_error(run_glue, arguments):
     assert next(losses) == pytest.approx(next(losses), rel=1e-5)
 
 
-@pytest.mark.parametrize("pad_to_max_length", [True, False])
-def test_tokenizer_without_padding(run_glue, arguments, tmp_path, pad_to_max_length):
-    """As GPT-2's: the end of text pads, and the classifier reads the last token before it."""
+@pytest.fixture
+def without_padding(tmp_path):
+    """A folder with a tokenizer without a token to pad with, as GPT-2's, and the sizes of a model."""
     folder, end = tmp_path / "gpt2", "<|endoftext|>"
     bpe = train_byte_level_bpe([SENTENCE], 300, [end], add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end).save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    GPT2Model(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
-    arguments.update(model_name_or_path=str(folder), attention_type="mae", max_seq_length=64)
-    run_glue.main(command_line(arguments | {"pad_to_max_length": pad_to_max_length}))
-    model = saved_model(arguments).eval()
+    return folder, {**sizes, "bos_token_id": 0, "eos_token_id": 0}
+
+
+@pytest.mark.parametrize("adapter", ["none", "ftg", "lora"])
+@pytest.mark.parametrize("pad_to_max_length", [True, False])
+def test_tokenizer_without_padding(run_glue, arguments, without_padding, pad_to_max_length, adapter):
+    """The end of text pads, and the classifier reads the last token before it; of an adapter, too, whose
+    base was on disk without a token to pad with."""
+    folder, fields = without_padding
+    if adapter == "none":
+        GPT2Model(GPT2Config(**fields)).save_pretrained(folder)
+        arguments["attention_type"] = "mae"
+    else:
+        hf_moa.MoaGPT2Model(hf_moa.MoaGPT2Config(**fields, attention_type="mae")).save_pretrained(folder)
+    arguments.update(
+        model_name_or_path=str(folder),
+        adapter=adapter,
+        max_seq_length=64,
+        pad_to_max_length=pad_to_max_length,
+    )
+    run_glue.main(command_line(arguments))
+    if adapter == "none":
+        model = saved_model(arguments).eval()
+    else:
+        output_dir = arguments["output_dir"]
+        model = AutoPeftModelForSequenceClassification.from_pretrained(output_dir, num_labels=2).eval()
     assert model.config.pad_token_id == 0
     tokenizer = AutoTokenizer.from_pretrained(arguments["output_dir"])
     data_args = run_glue.DataTrainingArguments("mrpc", data_dir=arguments["data_dir"])
@@ -264,7 +286,7 @@ def assert_answers_as_trained(run_glue, arguments, model):
 
 
 @pytest.mark.parametrize("has_pooler", [False, True])
-def test_adapter_of_a_gated_checkpoint(run_glue, arguments, has_pooler, tmp_path):
+def test_adapter_of_a_gated_checkpoint(run_glue, arguments, has_pooler, tmp_path, monkeypatch):
     """What the checkpoint lacks beside the head, as a masked language model the pooler, is drawn anew:
     the adapter's base is then another model."""
     base = tmp_path / "gated"
@@ -274,11 +296,13 @@ def test_adapter_of_a_gated_checkpoint(run_glue, arguments, has_pooler, tmp_path
     gated = hf_moa.MoaBertModel(config) if has_pooler else hf_moa.MoaBertForMaskedLM(config)
     gated.save_pretrained(base)
     BertTokenizer.from_pretrained(arguments["model_name_or_path"]).save_pretrained(base)
-    arguments.update(model_name_or_path=str(base), adapter="ftg", eval_strategy="epoch")
+    monkeypatch.chdir(tmp_path)  # the adapter names its base so that it is found from anywhere
+    arguments.update(model_name_or_path="gated", adapter="ftg", eval_strategy="epoch")
     run_glue.main(command_line(arguments))
     model = AutoPeftModelForSequenceClassification.from_pretrained(arguments["output_dir"], num_labels=2)
     named = Path(model.peft_config["default"].base_model_name_or_path)
-    assert named == (base if has_pooler else Path(arguments["output_dir"], "base_model"))
+    expected = base if has_pooler else Path(arguments["output_dir"], "base_model")
+    assert named == expected.resolve()
     assert_answers_as_trained(run_glue, arguments, model)
 
 

@@ -14,6 +14,7 @@ from question_answering import (
     Features,
     answer_place,
     normalised,
+    num_answered,
     read_squad,
     squad_scores,
     token_f1,
@@ -110,13 +111,12 @@ def test_a_model_learns_to_answer(arguments):
     assert results["eval_exact_match"] >= 75
 
 
-@pytest.mark.parametrize("answered", [True, False])
-def test_test_questions_are_answered(arguments, files, answered, tmp_path):
-    """With scores, in the card too, where their answers are known."""
-    content = squad(5)
-    if not answered:
-        for paragraph in content["data"][0]["paragraphs"]:
-            del paragraph["qas"][0]["answers"]
+@pytest.mark.parametrize("unanswered", [0, 1, 5])
+def test_test_questions_are_answered(arguments, files, unanswered, tmp_path, caplog):
+    """With scores, in the card too, where all their answers are known."""
+    content, answered = squad(5), unanswered == 0
+    for paragraph in content["data"][0]["paragraphs"][:unanswered]:
+        del paragraph["qas"][0]["answers"]
     path = tmp_path / "test.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     given = arguments | {"attention_type": "mae", "do_predict": True, "test_file": str(path)}
@@ -127,6 +127,7 @@ def test_test_questions_are_answered(arguments, files, answered, tmp_path):
     assert results["predict_samples"] == 5
     card = Path(arguments["output_dir"], "README.md").read_text(encoding="utf-8")
     assert ("F1 (predict)" in card) == ("predict_f1" in results) == answered
+    assert answered == (f"{unanswered} of 5 test questions come without answers" not in caplog.text)
     if answered:  # the very questions of the validation file
         for name in ("f1", "exact_match", "loss"):
             assert results[f"predict_{name}"] == evaluated[f"eval_{name}"]
@@ -158,8 +159,35 @@ def test_mistakes_are_errors(arguments, given, message):
         run_qa.main(command_line({**arguments, **given}))
 
 
+def test_test_questions_of_one_id_are_errors(arguments, tmp_path):
+    content = squad(2)
+    content["data"][0]["paragraphs"][1]["qas"][0]["id"] = "0"
+    path = tmp_path / "test.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    given = arguments | {"do_predict": True, "test_file": str(path)}
+    with pytest.raises(
+        ValueError, match=r"of `test_file` must have an `id` of its own \(got '0' 2 times"
+    ):
+        run_qa.main(command_line(given))
+
+
+def test_data_without_answers_have_none():
+    rows = {"id": ["a"], "question": ["q"], "context": ["c"]}
+    assert num_answered(Dataset.from_dict(rows)) == 0
+    assert num_answered(Dataset.from_dict(rows | {"answers": [{"text": ["c"]}]})) == 1
+
+
 @pytest.mark.parametrize(
-    "content", ["[]", "{", '{"data": []}', json.dumps({"data": [{"paragraphs": [{"qas": [{}]}]}]})]
+    "content",
+    [
+        "[]",
+        "{",
+        '{"data": []}',
+        json.dumps({"data": [{"paragraphs": [{"qas": [{}]}]}]}),
+        json.dumps(
+            {"data": [{"paragraphs": [{"context": "c", "qas": [{"id": "a", "question": None}]}]}]}
+        ),
+    ],
 )
 def test_other_files_are_errors(tmp_path, content):
     path = tmp_path / "file.json"
