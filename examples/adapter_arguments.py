@@ -118,7 +118,7 @@ def _is_stored(model: PreTrainedModel) -> bool:
         return False
     if fields.get("model_type") != config.model_type:
         return False
-    if _fields_of_base(type(config)(**fields)) != _fields_of_base(config):
+    if _fields_of_base(type(config).from_dict(fields)) != _fields_of_base(config):
         return False
     with torch.random.fork_rng(devices=[]):  # what is drawn here changes no number of the run
         stored = type(model).from_pretrained(
