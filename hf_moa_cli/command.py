@@ -116,8 +116,8 @@ def _load_adapter(source: str, path: Path) -> Any:
     weights = _file_of(source, "adapter_model.safetensors")
     labels = None if weights is None else saved_num_labels(weights.parent)
     options = {} if labels is None else {"num_labels": labels}
-    is_beside = Path(base).name == BASE_FOLDER and not Path(base).is_dir()
-    if is_beside and _file_of(source, f"{BASE_FOLDER}/config.json"):
+    # as `base_beside` has it of a folder; on the Hub there are files alone
+    if Path(base).name == BASE_FOLDER and _file_of(source, f"{BASE_FOLDER}/config.json"):
         base, options["subfolder"] = source, BASE_FOLDER
     model = _load_model(base, lambda config: base_class_of(facts, config), **options)
     return PeftModel.from_pretrained(model, source).eval()

@@ -313,6 +313,7 @@ def test_copied_adapter_has_the_base_beside_it(tmp_path, monkeypatch):
     assert card_command("second") == 0
     (snippet,) = python_of(read_card("second/README.md"))
     assert 'from_pretrained("second", subfolder="base_model"' in snippet
+    assert load_checkpoint("second").get_base_model().name_or_path == "second"
     shutil.rmtree("first")
     assert load_checkpoint("second").get_base_model().name_or_path == "second"
 
