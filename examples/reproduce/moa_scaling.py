@@ -5,7 +5,7 @@
 - masked language models of WikiText-2, and of the beginning of WikiText-103, with 8 active heads of 8,
   16, 32 and 64, against multi-head attention of as many multiply-accumulates: perplexity of masked
   tokens;
-- two of those of WikiText-2 for three times the updates;
+- four of those of WikiText-2 for three times the updates;
 - why N matters as it does, on WikiText-2: 8 of 8 with equal weights in the place of the router's, which
   is multi-query attention, and 32 of 32, which computes what 8 of 32 chooses from;
 - 8 of 32 on WikiText-2 without the balance loss, without the z loss, and without both: expert load;
@@ -44,9 +44,9 @@ from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
-STEPS = {"wikitext-2": 6_000, "wikitext-103": 3_000, "multi30k": 1_500}  # by corpus
+STEPS = {"wikitext-2": 6_000, "wikitext-103": 6_000, "multi30k": 1_500}  # by corpus
 LONGER_OF, LONG_STEPS = "wikitext-2", 18_000
-LONGER = ("MoA 8 of 8", "MoA 8 of 32")
+LONGER = ("MoA 8 of 8", "MoA 8 of 32", "MoA 8 of 64", "MHA")
 TUNING = {"text": "validation", "seed": 0}
 SENTENCE_LENGTH = 16  # tokens, of Multi30k on average
 
