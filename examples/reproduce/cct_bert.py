@@ -46,7 +46,7 @@ from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 CORPUS = "wikitext-2"
-PLAIN_STEPS, GATED_STEPS = 1_500, 1_500  # of pretraining, before and after the largest gets its gates
+PLAIN_STEPS, GATED_STEPS = 4_500, 4_500  # of pretraining, before and after the largest gets its gates
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
 LENGTH = 64
 LATENCY_BATCH = 32
