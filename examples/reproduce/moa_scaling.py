@@ -5,7 +5,7 @@
 - masked language models of WikiText-2, and of the beginning of WikiText-103, with 8 active heads of 8,
   16, 32 and 64, against multi-head attention of as many multiply-accumulates: perplexity of masked
   tokens;
-- four of those of WikiText-2 for three times the updates;
+- some of those of WikiText-2 for three times the updates, and some with four times the batch;
 - why N matters as it does, on WikiText-2: 8 of 8 with equal weights in the place of the router's, which
   is multi-query attention, and 32 of 32, which computes what 8 of 32 chooses from;
 - 8 of 32 on WikiText-2 without the balance loss, without the z loss, and without both: expert load;
@@ -45,8 +45,10 @@ from hf_moa_cli.command import load_checkpoint
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)
 STEPS = {"wikitext-2": 6_000, "wikitext-103": 6_000, "multi30k": 1_500}  # by corpus
-LONGER_OF, LONG_STEPS = "wikitext-2", 18_000
-LONGER = ("MoA 8 of 8", "MoA 8 of 32", "MoA 8 of 64", "MHA")
+MORE_OF = "wikitext-2"
+LONGER, LONG_STEPS = ("MoA 8 of 8", "MoA 8 of 32", "MoA 8 of 64"), 18_000
+# four times the tokens of an update: an expert of 32 sees as many as one of 8 does elsewhere
+LARGER, LARGE_STEPS, LARGE_BATCH = ("MoA 8 of 8", "MoA 8 of 32"), 3_000, 128
 TUNING = {"text": "validation", "seed": 0}
 SENTENCE_LENGTH = 16  # tokens, of Multi30k on average
 
@@ -115,14 +117,17 @@ def tuning_runs(results: Results) -> list[Settings]:
 
 
 def final_runs(results: Results) -> list[Settings]:
-    made = [(c, v, STEPS[c]) for c, variants in VARIANTS.items() for v in variants]
-    made += [(LONGER_OF, v, LONG_STEPS) for v in LONGER]
-    rates = {(c, v): chosen_rate(results, c, v) for c, v, _ in made}
-    return [
-        {"corpus": c, "variant": v, "learning_rate": rates[c, v], "steps": steps, "seed": seed}
-        for seed in SEEDS
-        for c, v, steps in made
+    made: list[Settings] = [
+        {"corpus": corpus, "variant": variant, "steps": STEPS[corpus]}
+        for corpus, variants in VARIANTS.items()
+        for variant in variants
     ]
+    more = {"corpus": MORE_OF}
+    made += [{**more, "variant": v, "steps": LONG_STEPS} for v in LONGER]
+    made += [{**more, "variant": v, "steps": LARGE_STEPS, "batch": LARGE_BATCH} for v in LARGER]
+    for run in made:
+        run["learning_rate"] = chosen_rate(results, run["corpus"], run["variant"])
+    return [{**run, "seed": seed} for seed in SEEDS for run in made]
 
 
 def chosen_rate(results: Results, corpus: str, variant: str) -> float:
@@ -141,6 +146,8 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
     routers = equal_weights() if settings["variant"] == MULTI_QUERY else nullcontext()
     with routers, tempfile.TemporaryDirectory() as folder:
         flags = {**flags, "learning_rate": settings["learning_rate"]}
+        if "batch" in settings:
+            flags["per_device_train_batch_size"] = settings["batch"]
         found = train(settings["corpus"], flags, folder, run)
         curve = [log["loss"] for log in read_json_lines(Path(folder, "log.jsonl")) if "loss" in log]
     return found | {"curve": [round(loss, 3) for loss in curve]}
@@ -204,8 +211,10 @@ def report(results: Results, folder: Path) -> str:
             time_and_machine(results, corpus=corpus),
         ]
     parts += [
-        f"### {LONG_STEPS:,} updates ({LONGER_OF})",
-        table_of(results, LONGER_OF, LONGER, [*size, perplexity, LOAD_MAX], steps=LONG_STEPS),
+        f"### {LONG_STEPS:,} updates ({MORE_OF})",
+        table_of(results, MORE_OF, LONGER, [perplexity, LOAD_MAX], steps=LONG_STEPS),
+        f"### {LARGE_STEPS:,} updates of {LARGE_BATCH} rows ({MORE_OF})",
+        table_of(results, MORE_OF, LARGER, [perplexity, LOAD_MAX], steps=LARGE_STEPS),
     ]
     loads = [LOAD_MAX, LOAD_CV, UNUSED, Column("router entropy", "router_entropy", "{:.2f}")]
     ablation = ["MoA 8 of 32", *WITHOUT_LOSSES]

@@ -174,6 +174,7 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     module = reproduce("moa_scaling")
     module.SEEDS, module.STEPS = (1,), dict.fromkeys(module.STEPS, 3)
     module.LONG_STEPS, module.LONGER = 4, ("MoA 8 of 8",)
+    module.LARGE_STEPS, module.LARGER, module.LARGE_BATCH = 3, ("MoA 8 of 8",), 8
     module.MASKED |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
     module.MASKED["config_overrides"] |= {"num_hidden_layers": 1}
     moa = {**module.moa(16, d_kv=4), "num_attention_heads": 4}
@@ -188,8 +189,8 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
     rows = rows_of(results)
-    assert [row["settings"].get("text") for row in rows] == ["validation"] * 8 + [None] * 10
-    found = [row for row in rows[8:-1] if row["settings"]["corpus"] == "wikitext-2"]
+    assert [row["settings"].get("text") for row in rows] == ["validation"] * 8 + [None] * 11
+    found = [row for row in rows[8:-2] if row["settings"]["corpus"] == "wikitext-2"]
     measured = {row["settings"]["variant"]: row["measured"] for row in found}
     assert "load_cv" not in measured["MHA"]
     rates = {row["settings"]["learning_rate"]: row["measured"]["loss"] for row in rows[:2]}
@@ -201,6 +202,8 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     assert measured["MoA 8 of 8"]["router_entropy"] < uniform == pytest.approx(math.log(8))
     sizes = [measured[name]["attention_flops"] for name in ("MHA", "MoA 8 of 8", "MoA 8 of 32")]
     assert max(sizes) < 1.1 * min(sizes)
+    assert rows[-1]["settings"]["batch"] == 8
+    assert rows[-1]["measured"]["loss"] != measured["MoA 8 of 8"]["loss"]
     assert "| MoA 8 of 32, neither |" in report_of(module, results, tmp_path, capsys)
 
 
