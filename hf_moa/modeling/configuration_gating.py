@@ -67,7 +67,7 @@ class GatingConfig:
             Causal layers: the gate at a position averages the inputs of this many positions up to it
             (`None`: all), padding left out: in the middle of a row, it leaves fewer to average.
         num_attention_experts (`int` or `None`, defaults to `None`):
-            N of MoA, at least `num_attention_heads` (k). `None` means 2k.
+            N of MoA, at least `num_attention_heads` (k); `None`: 2k.
         router_type (`str`, defaults to `"topk"`):
             Routers of MoA and of the MoE feed-forward layer: `"topk"`, or `"noisy_topk"`
             (Shazeer et al. 2017, eq. 3-5).
@@ -84,7 +84,9 @@ class GatingConfig:
             (Bapna et al. 2020 use `[1, 1, 1, .5, .33, .2]`). `None` switches CCT off.
         cct_num_ffn_splits (`int`, defaults to 4): parts of the feed-forward layer, each with a gate.
         cct_gate_hidden_size (`int`, defaults to 128): width of the control networks' hidden layer.
-        cct_noise_max (`float`, defaults to 5.0): final scale of the noise on the gates' logits.
+        cct_noise_max (`float`, defaults to 5.0):
+            Final scale of the noise on the gates' logits. 5 is the paper's; gates of a pretrained model
+            start open, and want about 1.
         cct_budget_loss_coef (`float`, defaults to 1.0): weight of the budget loss.
         cct_sublayer_norm (`bool`, defaults to `True`):
             The paper's extra LayerNorms inside the sub-layers. `False` leaves them out, so that a
@@ -163,7 +165,12 @@ class GatingConfig:
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers; fields in `kwargs`, which it sets last, are checked with the others."""
-        found = super().from_dict(config_dict, **kwargs)
+        try:
+            found = super().from_dict(config_dict, **kwargs)
+        except TypeError as error:  # of transformers' log of the config, before any check
+            raise ValueError(
+                f"{cls.__name__}'s fields must hold what JSON can (got {kwargs}): {error}."
+            ) from error
         (found[0] if isinstance(found, tuple) else found).validate_gating()
         return found
 

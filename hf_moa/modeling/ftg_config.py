@@ -53,14 +53,14 @@ class FTGPeftType(str, Enum):
 
 @dataclass
 class FTGConfig(PeftConfig):
-    """Adapter that trains the gates of a gated model, and of FTG+ the attention's output projections too
-    (Peng et al. 2020, section 5.2).
+    """Adapter that trains the gates of a gated model (FTG), with `plus` also the output projections of
+    its attention (FTG+; Peng et al. 2020, section 5.2).
 
     The adapter holds copies of the modules that it trains; the base model stays as it was.
 
     Args:
         plus (`bool`, defaults to `False`): FTG+: also train the output projection of every attention.
-        gates (`tuple[str]`, defaults to `("mae", "router", "cct")`):
+        gates (`list[str]`, defaults to `("mae", "router", "cct")`):
             Which gating modules to train, of those that the model has: the gates of MAE, the routers of
             MoA and of sparse feed-forward layers, the control networks of CCT.
         modules_to_save (`list[str]`, *optional*): further modules to train and save, such as a
@@ -118,12 +118,25 @@ class FTGConfig(PeftConfig):
                 f"FTGConfig.gates must hold some of {', '.join(map(repr, GATE_KINDS))}, or plus be True "
                 f"(got {self.gates!r})."
             )
-        if not isinstance(self.plus, bool):
-            raise ValueError(f"FTGConfig.plus must be True or False (got {self.plus!r}).")
+        for name in ("plus", "init_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"FTGConfig.{name} must be True or False (got {getattr(self, name)!r})."
+                )
+        self._check_list_of(int, "layers_to_transform", "the number of a layer, or a list of such")
+        for name in ("modules_to_save", "target_modules", "exclude_modules"):
+            self._check_list_of(str, name, "a name, or a list of names")
         if isinstance(self.target_modules, (list, tuple)):
             self.target_modules = set(self.target_modules)
         if isinstance(self.exclude_modules, (list, tuple)):
             self.exclude_modules = set(self.exclude_modules)
+
+    def _check_list_of(self, kind: type, name: str, rule: str) -> None:
+        """Check that a field is None, one of `kind` or several."""
+        value = getattr(self, name)
+        several = value if isinstance(value, (list, tuple, set)) else [value]
+        if value is not None and any(not isinstance(v, kind) or isinstance(v, bool) for v in several):
+            raise ValueError(f"FTGConfig.{name} must be {rule} (got {value!r}).")
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """As in PEFT; and the adapter's card says what it is and how to load it.

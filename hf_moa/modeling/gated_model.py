@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from numbers import Real
 from typing import Any
 
 import torch
@@ -100,8 +101,12 @@ class GatedModel:
         for mixture in self._mae_mixtures("set_expert_selection", needed=selection is not None):
             mixture.selection = selection
 
-    def set_budget(self, budget: float | None) -> None:
+    def set_budget(self, budget: float | tuple[float, float] | None) -> None:
         """Use this compute budget wherever a call names none; None goes back to the default.
+
+        Args:
+            budget: one of `config.cct_budgets`; of an encoder-decoder model also a pair, the encoder's
+                and the decoder's.
 
         Raises:
             ValueError: a budget is given, and the model has no CCT, or not this one in its list.
@@ -133,7 +138,7 @@ class GatedModel:
         Raises:
             ValueError: the model has no CCT, or the scale is negative or not finite.
         """
-        if not 0 <= scale < float("inf"):
+        if not isinstance(scale, Real) or not 0 <= scale < float("inf"):
             raise ValueError(f"scale must be a finite number of at least 0 (got {scale!r}).")
         self._budget_controls("set_cct_noise_scale")
         for module in self.modules():

@@ -124,6 +124,11 @@ def test_selecting_nothing_is_an_error(variant, config, message):
         ({"gates": ()}, "FTGConfig.gates"),
         ({"gates": None, "plus": True}, r"FTGConfig.gates must hold .*\(got None\)"),
         ({"plus": "yes"}, "FTGConfig.plus must be True or False"),
+        ({"init_weights": "false"}, r"FTGConfig.init_weights must be True or False \(got 'false'\)"),
+        ({"layers_to_transform": "a"}, r"FTGConfig.layers_to_transform must be .*\(got 'a'\)"),
+        ({"layers_to_transform": [0, 1.5]}, r"FTGConfig.layers_to_transform must be .*\[0, 1.5\]"),
+        ({"modules_to_save": 5}, r"FTGConfig.modules_to_save must be a name.*\(got 5\)"),
+        ({"exclude_modules": [None]}, r"FTGConfig.exclude_modules must be a name.*\[None\]"),
     ],
 )
 def test_bad_configurations_are_errors(config, message):

@@ -62,7 +62,7 @@ def test_what_switches_off_goes_with_every_model():
     model.set_expert_selection(None)
 
 
-@pytest.mark.parametrize("scale", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", [-1.0, float("nan"), float("inf"), "a", None])
 def test_bad_noise_scale(scale):
     with pytest.raises(ValueError, match="scale"):
         model_of(cct_budgets=[1]).set_cct_noise_scale(scale)

@@ -118,6 +118,8 @@ def test_bad_value_beside_a_directory_is_an_error(tmp_path):
         tmp_path, attention_type="mae", unknown=1, return_unused_kwargs=True
     )
     assert (config.attention_type, unused) == ("mae", {"unknown": 1})
+    with pytest.raises(ValueError, match=r"cct_budgets.*\{0.5\}"):
+        AutoConfig.from_pretrained(tmp_path, cct_budgets={0.5})
 
 
 @each_family
