@@ -12,7 +12,7 @@ from hf_moa.training import evaluate_budgets, format_budget_table
 
 
 def optional(help_text: str):
-    return field(default=None, metadata={"help": help_text})
+    return field(default=None, metadata={"help": f"{help_text} None: as the configuration has it."})
 
 
 @dataclass
@@ -34,9 +34,7 @@ class GatingArguments:
     mae_gate_dropout: float | None = optional("MAE: dropout inside the gate.")
     mae_gate_window: int | None = optional("MAE: tokens that a gate of a causal layer averages.")
     num_attention_experts: int | None = optional("MoA: attention experts per layer.")
-    num_attention_heads: int | None = optional(
-        "MoA: heads active for a token. Default: the checkpoint's."
-    )
+    num_attention_heads: int | None = optional("MoA: heads active for a token.")
     head_dim: int | None = optional("MoA: size of a head.")
     router_type: str | None = optional("The router: topk or noisy_topk.")
     ffn_type: str | None = optional("moe: a mixture of feed-forward experts.")

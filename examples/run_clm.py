@@ -13,9 +13,9 @@ scratch on WikiText-2, with a byte-level BPE tokenizer trained on the way; the s
 
 From a checkpoint, converted to MAE, on a data set of the Hub:
 
-    python examples/run_clm.py --model_name_or_path gpt2 --attention_type mae --block_size 512 \
-        --dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 --do_train --do_eval \
-        --output_dir out/gpt2-mae
+    python examples/run_clm.py --model_name_or_path openai-community/gpt2 --attention_type mae \
+        --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1 --block_size 512 \
+        --do_train --do_eval --output_dir out/gpt2-mae
 
 The results are in `eval_results.json` (validation) and `predict_results.json` (test):
 

@@ -5,7 +5,7 @@ The flags are those of transformers' own `run_glue.py`, but for its flags for ot
 plus `GatingArguments` and `AdapterArguments`. Baseline, MAE, and CCT at three budgets, from the same
 checkpoint and the same fresh classifier:
 
-    python examples/run_glue.py --model_name_or_path bert-base-uncased --task_name mrpc \
+    python examples/run_glue.py --model_name_or_path google-bert/bert-base-uncased --task_name mrpc \
         --do_train --do_eval --learning_rate 2e-5 --output_dir out/bert
     python examples/run_glue.py ... --attention_type mae --output_dir out/mae
     python examples/run_glue.py ... --attention_type mha --cct_budgets 1 0.5 0.33 \

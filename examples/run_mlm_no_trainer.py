@@ -6,8 +6,9 @@ that are left out), plus `GatingArguments` and the gates' part of `MoaTrainingAr
 on text files, with a WordPiece vocabulary trained on the way:
 
     accelerate launch examples/run_mlm_no_trainer.py --model_type moa_bert --attention_type moa \
-        --config_overrides hidden_size=256,num_hidden_layers=4,intermediate_size=1024,head_dim=32 \
-        --num_attention_heads 8 --num_attention_experts 16 --max_seq_length 128 \
+        --config_overrides \
+        hidden_size=256,num_hidden_layers=4,intermediate_size=1024,initializer_range=0.06 \
+        --num_attention_heads 8 --head_dim 32 --num_attention_experts 16 --max_seq_length 128 \
         --train_file train.txt.gz --validation_file valid.txt --num_train_epochs 10 \
         --learning_rate 5e-4 --num_warmup_steps 500 --checkpointing_steps 500 \
         --resume_from_checkpoint latest --output_dir out/mlm

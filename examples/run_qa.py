@@ -4,7 +4,7 @@ or a checkpoint converted to mixture-of-heads attention (MAE, MoA) and condition
 The flags are those of transformers' own `run_qa.py` where it has them, plus `GatingArguments` and
 `AdapterArguments`. From SQuAD's published files (without them, `--dataset_name rajpurkar/squad`):
 
-    python examples/run_qa.py --model_name_or_path bert-base-uncased --attention_type mae \
+    python examples/run_qa.py --model_name_or_path google-bert/bert-base-uncased --attention_type mae \
         --cct_budgets 1 0.5 0.33 --eval_budgets \
         --train_file train-v1.1.json --validation_file dev-v1.1.json --do_train --do_eval \
         --learning_rate 3e-5 --num_train_epochs 2 --output_dir out/squad

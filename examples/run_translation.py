@@ -13,12 +13,12 @@ is `--attention_type mha`. Needs `pip install sacrebleu`:
         --validation_source val.en.gz --validation_target val.de.gz \
         --test_source test.en.gz --test_target test.de.gz \
         --do_train --do_eval --do_predict --predict_with_generate --num_beams 5 \
-        --num_train_epochs 20 --learning_rate 1e-3 --warmup_steps 0.1 \
+        --num_train_epochs 20 --optim adafactor --learning_rate 3e-2 --warmup_steps 0.1 \
         --per_device_train_batch_size 64 --output_dir out/translation-mae
 
 From a checkpoint, converted to MAE:
 
-    python examples/run_translation.py --model_name_or_path t5-small --attention_type mae \
+    python examples/run_translation.py --model_name_or_path google-t5/t5-small --attention_type mae \
         --source_prefix "translate English to German: " --train_source train.en ...
 
 Of a gated checkpoint, only the gates (FTG), with the attention's output projections (FTG+), or LoRA of

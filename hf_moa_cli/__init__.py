@@ -1,10 +1,10 @@
 """The console command `hf-moa`.
 
 hf-moa quickstart
-hf-moa upcycle google-bert/bert-base-uncased ./mae-bert --attention-type mae
-hf-moa analyze ./mae-bert --data dev.tsv --text-column sentence
-hf-moa benchmark ./mae-bert
-hf-moa card ./mae-bert --license apache-2.0
+hf-moa upcycle google-bert/bert-base-uncased ./bert-mae --attention-type mae
+hf-moa analyze ./bert-mae --data dev.tsv --text-column sentence
+hf-moa benchmark ./bert-mae
+hf-moa card ./bert-mae --license apache-2.0
 hf-moa env --json
 
 Mistakes of the user end in one line on standard error and exit code 2, a quickstart whose

@@ -20,14 +20,21 @@ def add(commands: Any) -> None:
     add_data_arguments(parser, use="CCT's compute depends on it (default: random tokens)")
     parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s")
     parser.add_argument(
-        "--length", type=int, default=128, help="most tokens of a row (default: %(default)s)"
+        "--length", type=int, default=128, help="tokens of a row, cut off beyond (default: %(default)s)"
     )
     parser.add_argument(
         "--budgets", nargs="+", type=budget, metavar="BUDGET", help="of CCT (default: all)"
     )
-    parser.add_argument("--turns", type=int, default=11, help="default: %(default)s")
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=11,
+        help="measurements of each model and budget, taken in turns (default: %(default)s)",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s"
+    )
     parser.add_argument("--device", help="such as cuda (default: cpu)")
     parser.add_argument("--json", action="store_true", help="as JSON")
 

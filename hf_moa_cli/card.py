@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         "card",
         run,
         "write the model card of a gated checkpoint or adapter, from what lies in its folder",
-        "hf-moa card ./mae-bert --license apache-2.0 --base-model google-bert/bert-base-uncased "
+        "hf-moa card ./bert-mae --license apache-2.0 --base-model google-bert/bert-base-uncased "
         "--dataset nyu-mll/glue",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a model or a PEFT adapter")

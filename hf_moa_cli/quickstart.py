@@ -27,16 +27,22 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--threads", type=int, help="CPU threads (default: the idle CPUs, at most 4)")
     parser.add_argument(
-        "--pretrain-epochs", type=float, default=argparse.SUPPRESS, help="passes of pretraining"
+        "--pretrain-epochs",
+        type=float,
+        default=argparse.SUPPRESS,
+        help="passes of pretraining (default: 2)",
     )
     parser.add_argument(
-        "--finetune-epochs", type=float, default=argparse.SUPPRESS, help="passes of finetuning"
+        "--finetune-epochs",
+        type=float,
+        default=argparse.SUPPRESS,
+        help="passes of finetuning (default: 10)",
     )
     parser.add_argument(
         "--max-steps",
         type=int,
         default=argparse.SUPPRESS,
-        help="stop either training after this many steps, to try the command out",
+        help="stop either training after this many steps, to try the command out (default: no limit)",
     )
 
 

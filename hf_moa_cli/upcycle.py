@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
         "upcycle",
         run,
         "turn a pretrained BERT, GPT-2 or T5 into a gated one that starts from its weights",
-        "hf-moa upcycle google-bert/bert-base-uncased ./mae-bert "
+        "hf-moa upcycle google-bert/bert-base-uncased ./bert-mae "
         "--attention-type mae --cct-budgets 1.0 0.5",
     )
     parser.add_argument("source", metavar="SRC", help="folder or Hub id of a checkpoint")
@@ -49,6 +49,10 @@ def add(commands: Any) -> None:
 def _options(field: GatingField) -> dict[str, Any]:
     """Options of `add_argument` for one field of `GatingConfig`."""
     meaning = f"{field.meaning} (default: {field.default})".replace("%", "%%")
+    if field.kinds[0] == "list":
+        meaning += "; for T5 also pairs of the encoder's and the decoder's, such as 1,1 1,0.5"
+    if "None" in field.kinds:
+        meaning = meaning.replace("None", "none")  # as the command line takes it
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": meaning, "choices": field.choices}
     first = field.kinds[0]
     if first == "bool":

@@ -85,7 +85,9 @@ def test_help_of_upcycle_says_what_every_field_is(capsys, monkeypatch):
     assert "--cct-budgets BUDGET [BUDGET ...]" in text
     shown = [f for f in gating_fields() if f"--{f.name.replace('_', '-')}" in text]
     assert len(shown) > 20
-    assert all(f"{field.meaning} (default: {field.default})" in text for field in shown)
+    said = [(f, f"{f.meaning} (default: {f.default})") for f in shown]
+    assert all((s.replace("None", "none") if "None" in f.kinds else s) in text for f, s in said)
+    assert "for T5 also pairs" in text
 
 
 def test_fields_of_the_command_line_are_those_of_the_configuration():

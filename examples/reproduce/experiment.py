@@ -110,9 +110,7 @@ class Experiment:
             default=HERE / "results" / f"{self.name}.jsonl",
             help="default: %(default)s",
         )
-        parser.add_argument(
-            "--phases", nargs="+", choices=names, default=names, help="default: %(default)s"
-        )
+        parser.add_argument("--phases", nargs="+", choices=names, default=names, help="default: all")
         parser.add_argument(
             "--shard",
             type=_shard,

@@ -70,6 +70,9 @@ def analyze(
         total: number of batches, for the progress bar, where `batches` has no length.
         progress: show the bar.
 
+    Returns:
+        The measures, as `tables` of its mechanisms.
+
     Raises:
         ValueError: the model has no gates; a budget that it does not know; no real token in `batches`;
             a batch that lacks what the model reads.

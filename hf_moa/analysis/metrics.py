@@ -73,7 +73,11 @@ def budget_metrics(
     """Metrics at each budget, one row each.
 
     Args:
+        budgets: of CCT.
         evaluate: budget -> metrics.
+
+    Returns:
+        `budget` and the metrics, a column each.
     """
     return pd.DataFrame([{"budget": budget_name(budget), **evaluate(budget)} for budget in budgets])
 

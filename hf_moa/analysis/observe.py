@@ -104,6 +104,9 @@ def observe(model: nn.Module, batch: Mapping[str, Tensor], *, budget: Any = None
         batch: arguments of the model, on its device; `input_ids` among them. Labels are left out,
             but for the decoder's inputs of encoder-decoder models without `decoder_input_ids`.
         budget: of CCT; None for the model's default.
+
+    Returns:
+        Tokens, gates and compute, by part of the model.
     """
     gated = gated_model_of(model)
     tokens, inputs = _tokens_and_inputs(gated, batch)

@@ -56,6 +56,7 @@ def _pair(first: str, second: str) -> dict[str, str]:
     return {first: first, second: second}
 
 
+# name of a task, as transformers' scripts have it -> its files and columns
 GLUE_TASKS = {
     "cola": GlueTask(
         folder="CoLA",

@@ -2,8 +2,8 @@
 
     MoaSeq2SeqTrainingArguments("out", **translation_recipe(hidden_size=512))
 
-What a recipe leaves out (batch size, number of steps, dropout) is the user's. The gates' own settings
-are the defaults of `MoaTrainingArguments`.
+Each gives a dict of arguments. What it leaves out (batch size, number of steps, dropout) is the user's.
+The gates' own settings are the defaults of `MoaTrainingArguments`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ def translation_recipe(hidden_size: int = 512, warmup_steps: int = 4000) -> dict
     Args:
         hidden_size: d of the model.
         warmup_steps: updates of the warm-up.
+
+    Returns:
+        Arguments of `MoaTrainingArguments`.
     """
     return {
         "learning_rate": (hidden_size * warmup_steps) ** -0.5,

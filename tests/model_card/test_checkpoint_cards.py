@@ -346,4 +346,4 @@ def test_help_shows_an_example(capsys):
     with pytest.raises(SystemExit):
         card_command("--help")
     text = capsys.readouterr().out
-    assert "example: hf-moa card ./mae-bert --license apache-2.0" in text
+    assert "example: hf-moa card ./bert-mae --license apache-2.0" in text
