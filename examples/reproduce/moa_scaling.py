@@ -91,7 +91,7 @@ VARIANTS: dict[str, dict[str, Flags]] = {
 OF_MASKED = ("wikitext-2", "wikitext-103")  # corpora
 # corpus -> learning rates to choose from, and with which variants; WikiText-103 has WikiText-2's
 RATES: dict[str, tuple[tuple[float, ...], tuple[str, str]]] = {
-    "wikitext-2": ((1e-3, 2e-3, 4e-3), ("MHA", "MoA 8 of 32")),
+    "wikitext-2": ((1e-3, 2e-3, 4e-3, 8e-3), ("MHA", "MoA 8 of 32")),
     "multi30k": ((1e-2, 3e-2, 6e-2, 1e-1), ("MHA", "MoA 8K16E")),
 }
 # few layers and small batches, for many updates: each expert learns from a share of the tokens alone
@@ -266,7 +266,7 @@ EXPERIMENT = Experiment(
     report=report,
     needed={},
     optional=DATA_DIR | WORK_DIR,
-    plan=lambda: [MASKED, FLAGS, VARIANTS, RATES],
+    plan=lambda: [MASKED, FLAGS, VARIANTS],
 )
 
 if __name__ == "__main__":
