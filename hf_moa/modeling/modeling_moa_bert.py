@@ -108,6 +108,9 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 Default: what `set_budget` chose (in training too); else drawn for each sequence in
                 training, and the largest in eval.
 
+        Returns:
+            transformers' output with the fields of `hf_moa.modeling.outputs.GatingOutput`.
+
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than
                 `max_position_embeddings`; a budget that the model does not know; a budget without
@@ -239,7 +242,8 @@ class MoaBertForMaskedLM(MoaBertPreTrainedModel):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MoaMaskedLMOutput:
-        """
+        """See `MoaBertModel.forward`, and:
+
         Args:
             labels: `[B, T]` int64, the masked tokens; -100 elsewhere.
             num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
@@ -295,7 +299,8 @@ class MoaBertForSequenceClassification(MoaBertPreTrainedModel):
         budget: float | Tensor | None = None,
         **kwargs: Any,
     ) -> MoaSequenceClassifierOutput:
-        """
+        """See `MoaBertModel.forward`, and:
+
         Args:
             labels: `[B]` int64 classes, `[B]` floats for regression, or `[B, classes]` floats for
                 several labels at once (`config.problem_type`).
@@ -348,7 +353,8 @@ class MoaBertForTokenClassification(MoaBertPreTrainedModel):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MoaTokenClassifierOutput:
-        """
+        """See `MoaBertModel.forward`, and:
+
         Args:
             labels: `[B, T]` int64 classes; -100 is ignored.
             num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
@@ -402,7 +408,8 @@ class MoaBertForQuestionAnswering(MoaBertPreTrainedModel):
         budget: float | Tensor | None = None,
         **kwargs: Any,
     ) -> MoaQuestionAnsweringOutput:
-        """
+        """See `MoaBertModel.forward`, and:
+
         Args:
             start_positions, end_positions: `[B]` int64, the answer's first and last token; positions
                 outside the sequence are ignored.
@@ -458,7 +465,8 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
         budget: float | Tensor | None = None,
         **kwargs: Any,
     ) -> MoaMultipleChoiceOutput:
-        """
+        """See `MoaBertModel.forward`, and:
+
         Args:
             input_ids: `[B, choices, T]`, and so every other input of the base model. Gating outputs
                 count each choice as a sequence: `[B * choices, ...]`.

@@ -129,6 +129,9 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
             padding_mask: `[B, T]` bool, the real ones of these tokens. Default: what `attention_mask`
                 says.
 
+        Returns:
+            transformers' output with the fields of `hf_moa.modeling.outputs.GatingOutput`.
+
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than
                 `n_positions`; a budget that the model does not know; a budget without CCT.
@@ -241,7 +244,8 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MoaCausalLMOutput:
-        """
+        """See `MoaGPT2Model.forward`, and:
+
         Args:
             labels: `[B, T]` int64, usually `input_ids`; the model shifts them. -100 is ignored.
             logits_to_keep: compute the logits of this many last positions (0: all), or of the
@@ -312,7 +316,8 @@ class MoaGPT2ForSequenceClassification(MoaGPT2PreTrainedModel):
         budget: float | Tensor | None = None,
         **kwargs: Any,
     ) -> MoaSequenceClassifierOutputWithPast:
-        """
+        """See `MoaGPT2Model.forward`, and:
+
         Args:
             labels: `[B]` int64 classes, `[B]` floats for regression, or `[B, classes]` floats for
                 several labels at once (`config.problem_type`).
@@ -401,7 +406,8 @@ class MoaGPT2ForTokenClassification(MoaGPT2PreTrainedModel):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MoaTokenClassifierOutput:
-        """
+        """See `MoaGPT2Model.forward`, and:
+
         Args:
             labels: `[B, T]` int64 classes; -100 is ignored.
             num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
@@ -457,7 +463,8 @@ class MoaGPT2ForQuestionAnswering(MoaGPT2PreTrainedModel):
         budget: float | Tensor | None = None,
         **kwargs: Any,
     ) -> MoaQuestionAnsweringOutput:
-        """
+        """See `MoaGPT2Model.forward`, and:
+
         Args:
             start_positions, end_positions: `[B]` int64, the answer's first and last token; positions
                 outside the sequence are ignored.

@@ -71,6 +71,9 @@ class MoaT5Model(MoaT5EncoderDecoder):
             decoder_padding_mask: `[B, T]` bool, the decoder's real tokens, for the gates alone.
                 Default: what `decoder_attention_mask` says.
 
+        Returns:
+            transformers' output with the fields of `hf_moa.modeling.outputs.GatingSeq2SeqOutput`.
+
         Raises:
             ValueError: not exactly one of ids and embeddings, for each half; a budget that the model
                 does not know; a budget without CCT.
@@ -196,7 +199,21 @@ class MoaT5EncoderModel(MoaT5PreTrainedModel):
         budget: float | Tensor | None = None,
         **kwargs: Any,
     ) -> MoaBaseModelOutput:
-        """See `MoaT5Stack.forward`."""
+        """transformers' T5EncoderModel arguments, and:
+
+        Args:
+            attention_mask: `[B, S]`, 1 for real tokens; gates leave the others out.
+            budget: CCT's compute budget: a number of the encoder's, or a tensor `[B]` of such. Default:
+                what `set_budget` chose (in training too); else drawn for each sequence in training, and
+                the largest in eval.
+
+        Returns:
+            transformers' output with the fields of `hf_moa.modeling.outputs.GatingOutput`.
+
+        Raises:
+            ValueError: not exactly one of ids and embeddings; a budget that the model does not know; a
+                budget without CCT.
+        """
         return self.encoder(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -334,7 +351,8 @@ class MoaT5ForTokenClassification(MoaT5PreTrainedModel):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MoaTokenClassifierOutput:
-        """
+        """See `MoaT5EncoderModel.forward`, and:
+
         Args:
             labels: `[B, T]` int64 classes; -100 is ignored.
             num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
