@@ -51,6 +51,8 @@ LONGER, LONG_STEPS = ("MoA 8 of 8", "MoA 8 of 32", "MoA 8 of 64"), 18_000
 LARGER, LARGE_STEPS, LARGE_BATCH = ("MoA 8 of 8", "MoA 8 of 32"), 3_000, 128
 TUNING = {"text": "validation", "seed": 0}
 SENTENCE_LENGTH = 16  # tokens, of Multi30k on average
+# training loss of a masked model that attends: token frequencies alone give above 6
+ATTENDS_BELOW = 5.5
 
 MHA: Flags = {"attention_type": "mha"}
 HEAD_SIZES = {8: 26, 16: 25, 32: 25, 64: 23}  # of BERT
@@ -197,38 +199,48 @@ def model_facts(folder: str, text: str, target: str | None = None) -> dict[str, 
 def report(results: Results, folder: Path) -> str:
     """Tables in Markdown; the figure is written to `folder`."""
     draw(results, folder / "perplexity.svg")
+    for row in results.rows:
+        row["measured"]["attends_after"] = attends_after(row)
     size = [
         Column("parameters", "parameters", "{:,.0f}"),
         Column("attention, kFLOPs per token", "attention_flops", "{:.0f}", scale=1e-3),
     ]
     perplexity = Column("perplexity", "perplexity", "{:.2f}", paired=True)
+    start = Column(f"updates to a training loss of {ATTENDS_BELOW}", "attends_after", "{:,.0f}")
     bleu = Column("BLEU", "bleu", "{:.2f}", paired=True)
     parts = []
     for corpus in OF_MASKED:
         parts += [
             f"### Masked language models of {corpus}",
-            table_of(results, corpus, SCALING, [*size, perplexity, LOAD_MAX]),
+            table_of(results, corpus, SCALING, [*size, perplexity, start, LOAD_MAX]),
             time_and_machine(results, corpus=corpus),
         ]
     parts += [
         f"### {LONG_STEPS:,} updates ({MORE_OF})",
-        table_of(results, MORE_OF, LONGER, [perplexity, LOAD_MAX], steps=LONG_STEPS),
+        table_of(results, MORE_OF, LONGER, [perplexity, start, LOAD_MAX], steps=LONG_STEPS),
         f"### {LARGE_STEPS:,} updates of {LARGE_BATCH} rows ({MORE_OF})",
-        table_of(results, MORE_OF, LARGER, [perplexity, LOAD_MAX], steps=LARGE_STEPS),
+        table_of(results, MORE_OF, LARGER, [perplexity, start, LOAD_MAX], steps=LARGE_STEPS),
     ]
     loads = [LOAD_MAX, LOAD_CV, UNUSED, Column("router entropy", "router_entropy", "{:.2f}")]
     ablation = ["MoA 8 of 32", *WITHOUT_LOSSES]
     loss = Column("test loss", "loss", "{:.3f}", paired=True)
     parts += [
         "### One head of keys and values, and more of queries (wikitext-2)",
-        table_of(results, "wikitext-2", ["MoA 8 of 8", *CAUSES, "MHA"], [*size, perplexity]),
+        table_of(results, "wikitext-2", ["MoA 8 of 8", *CAUSES, "MHA"], [*size, perplexity, start]),
         "### Without the routers' losses (wikitext-2)",
-        table_of(results, "wikitext-2", ablation, [perplexity, *loads]),
+        table_of(results, "wikitext-2", ablation, [perplexity, start, *loads]),
         "### Translation (multi30k)",
         table_of(results, "multi30k", TRANSLATION, [*size, bleu, loss, LOAD_MAX]),
         time_and_machine(results, corpus="multi30k"),
     ]
     return "\n\n".join(parts)
+
+
+def attends_after(row: dict) -> float | None:
+    """Updates until the training loss was below `ATTENDS_BELOW`; None where it never was."""
+    curve = row["measured"]["curve"]
+    logged = next((i for i, loss in enumerate(curve, start=1) if loss < ATTENDS_BELOW), None)
+    return None if logged is None else logged * row["settings"]["steps"] / len(curve)
 
 
 def table_of(
