@@ -35,6 +35,7 @@ from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
 from runs import Results, Settings, read_json_lines, run_arguments
+from scipy.stats import spearmanr
 from scripts import Flags, merged
 from summaries import Column, best_rate, by_seed, time_and_machine, variant_table
 from translation_runs import FLAGS, train_translation
@@ -213,6 +214,7 @@ def report(results: Results, folder: Path) -> str:
         parts += [
             f"### Masked language models of {corpus}",
             table_of(results, corpus, SCALING, [*size, perplexity, start, LOAD_MAX]),
+            correlation(results, corpus),
             time_and_machine(results, corpus=corpus),
         ]
     parts += [
@@ -233,7 +235,7 @@ def report(results: Results, folder: Path) -> str:
         table_of(results, "multi30k", TRANSLATION, [*size, bleu, loss, LOAD_MAX]),
         time_and_machine(results, corpus="multi30k"),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def attends_after(row: dict) -> float | None:
@@ -241,6 +243,17 @@ def attends_after(row: dict) -> float | None:
     curve = row["measured"]["curve"]
     logged = next((i for i, loss in enumerate(curve, start=1) if loss < ATTENDS_BELOW), None)
     return None if logged is None else logged * row["settings"]["steps"] / len(curve)
+
+
+def correlation(results: Results, corpus: str) -> str:
+    """How well the start of attention tells the perplexity, over all runs of a corpus."""
+    runs = results.find(corpus=corpus, steps=STEPS[corpus], text=None)
+    pairs = [(run["measured"]["attends_after"], run["measured"]["perplexity"]) for run in runs]
+    pairs = [pair for pair in pairs if None not in pair]
+    if len(pairs) < 3:
+        return ""
+    rank = spearmanr(*zip(*pairs, strict=True)).statistic
+    return f"Rank correlation of these updates and perplexity over all {len(pairs)} runs: {rank:.2f}."
 
 
 def table_of(
