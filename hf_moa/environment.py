@@ -21,6 +21,7 @@ def environment() -> dict[str, Any]:
 
     facts: dict[str, Any] = {"python": platform.python_version()}
     facts |= {name.replace("-", "_"): version_of(name) for name in PACKAGES}
+    facts["torch"] = str(torch.__version__)  # with its build, such as +cu130, where the package has none
     cuda = torch.cuda.is_available()
     return facts | {
         "platform": platform.platform(),
