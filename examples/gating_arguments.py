@@ -12,7 +12,12 @@ from hf_moa.training import evaluate_budgets, format_budget_table
 
 
 def optional(help_text: str):
-    return field(default=None, metadata={"help": f"{help_text} None: as the configuration has it."})
+    return field(default=None, metadata={"help": help_text})
+
+
+def _configured(help_text: str):
+    """A flag for a field that a configuration has a value for."""
+    return optional(f"{help_text} None: as the configuration has it.")
 
 
 @dataclass
@@ -29,17 +34,17 @@ class GatingArguments:
             "choices": ["none", "mha", "mae", "moa"],
         },
     )
-    mae_num_dropped_heads: int | None = optional("MAE: heads that each expert leaves out.")
-    mae_gate_type: str | None = optional("MAE: the gate; uniform is UNI-MAE.")
-    mae_gate_dropout: float | None = optional("MAE: dropout inside the gate.")
-    mae_gate_window: int | None = optional("MAE: tokens that a gate of a causal layer averages.")
-    num_attention_experts: int | None = optional("MoA: attention experts per layer.")
-    num_attention_heads: int | None = optional("MoA: heads active for a token.")
-    head_dim: int | None = optional("MoA: size of a head.")
-    router_type: str | None = optional("The router: topk or noisy_topk.")
-    ffn_type: str | None = optional("moe: a mixture of feed-forward experts.")
-    num_ffn_experts: int | None = optional("Feed-forward experts per layer.")
-    num_ffn_experts_per_token: int | None = optional("Feed-forward experts active for a token.")
+    mae_num_dropped_heads: int | None = _configured("MAE: heads that each expert leaves out.")
+    mae_gate_type: str | None = _configured("MAE: the gate; uniform is UNI-MAE.")
+    mae_gate_dropout: float | None = _configured("MAE: dropout inside the gate.")
+    mae_gate_window: int | None = _configured("MAE: tokens that a gate of a causal layer averages.")
+    num_attention_experts: int | None = _configured("MoA: attention experts per layer.")
+    num_attention_heads: int | None = _configured("MoA: heads active for a token.")
+    head_dim: int | None = _configured("MoA: size of a head.")
+    router_type: str | None = _configured("The router: topk or noisy_topk.")
+    ffn_type: str | None = _configured("moe: a mixture of feed-forward experts.")
+    num_ffn_experts: int | None = _configured("Feed-forward experts per layer.")
+    num_ffn_experts_per_token: int | None = _configured("Feed-forward experts active for a token.")
     cct_budgets: list[str] | None = field(
         default=None,
         metadata={
@@ -47,8 +52,8 @@ class GatingArguments:
             "and decoder, such as 1,1 1,0.5. Switches CCT on."
         },
     )
-    cct_budget_loss_coef: float | None = optional("CCT: weight of the budget loss.")
-    cct_noise_max: float | None = optional("CCT: scale of the gate noise at the end of its growth.")
+    cct_budget_loss_coef: float | None = _configured("CCT: weight of the budget loss.")
+    cct_noise_max: float | None = _configured("CCT: scale of the gate noise at the end of its growth.")
     eval_budgets: bool = field(
         default=False,
         metadata={
