@@ -21,7 +21,6 @@ def environment() -> dict[str, Any]:
 
     facts: dict[str, Any] = {"python": platform.python_version()}
     facts |= {name.replace("-", "_"): version_of(name) for name in PACKAGES}
-    facts["torch"] = str(torch.__version__)  # with its build, such as +cu130, where the package has none
     cuda = torch.cuda.is_available()
     return facts | {
         "platform": platform.platform(),
@@ -35,12 +34,17 @@ def environment() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Version of an installed distribution; None where there is none."""
+    """Version of a package; None where there is none.
+
+    What was imported says it itself: torch names its build (+cu130), which its distribution may not, and
+    a checkout need not be installed.
+    """
+    imported = getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
+    if imported is not None:
+        return str(imported)
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        if package == "hf-moa":  # run from a checkout that is not installed
-            return getattr(sys.modules.get("hf_moa"), "__version__", None)
         return None
 
 
