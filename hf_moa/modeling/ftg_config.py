@@ -12,6 +12,8 @@ from typing import Any
 from safetensors import safe_open
 from transformers.utils import logging
 
+from .configuration_gating import check_bool, fail
+
 # In a `try`, so that a checkpoint's code loads where PEFT is not installed.
 try:
     from peft import PeftConfig
@@ -118,11 +120,8 @@ class FTGConfig(PeftConfig):
                 f"FTGConfig.gates must hold some of {', '.join(map(repr, GATE_KINDS))}, or plus be True "
                 f"(got {self.gates!r})."
             )
-        for name in ("plus", "init_weights"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(
-                    f"FTGConfig.{name} must be True or False (got {getattr(self, name)!r})."
-                )
+        check_bool(self, "plus")
+        check_bool(self, "init_weights")
         self._check_list_of(int, "layers_to_transform", "the number of a layer, or a list of such")
         for name in ("modules_to_save", "target_modules", "exclude_modules"):
             self._check_list_of(str, name, "a name, or a list of names")
@@ -136,7 +135,7 @@ class FTGConfig(PeftConfig):
         value = getattr(self, name)
         several = value if isinstance(value, (list, tuple, set)) else [value]
         if value is not None and any(not isinstance(v, kind) or isinstance(v, bool) for v in several):
-            raise ValueError(f"FTGConfig.{name} must be {rule} (got {value!r}).")
+            fail(self, name, f"must be {rule}")
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """As in PEFT; and the adapter's card says what it is and how to load it.
