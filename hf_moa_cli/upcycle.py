@@ -9,6 +9,18 @@ from .command import add_command, budget, given, tokenizer_of, without_bars
 from .gating_fields import GatingField, gating_fields
 
 _MARKER = "config.json"
+# `hf_moa.upcycle_families.TASKS`, which would import torch.
+_TASKS = (
+    "feature-extraction",
+    "fill-mask",
+    "multiple-choice",
+    "text-generation",
+    "text2text-generation",
+    "text-encoding",
+    "text-classification",
+    "token-classification",
+    "question-answering",
+)
 # What upcycle takes besides the gating fields.
 _HEAD_FIELDS = {
     "num_attention_heads": "heads active per token (default: the source's)",
@@ -30,7 +42,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint in OUT")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     head = parser.add_mutually_exclusive_group()
-    head.add_argument("--task", help="head to load, such as text-classification")
+    head.add_argument("--task", help=f"head to load: {', '.join(_TASKS)}")
     head.add_argument("--model-class", help="the same as a class, such as MoaBertForMaskedLM")
     fields = parser.add_argument_group(
         "gating", "Fields of the configuration; those not given keep their defaults."

@@ -17,6 +17,7 @@ from hf_moa import MoaBertConfig, MoaBertForMultipleChoice
 from hf_moa.cli import main
 from hf_moa.modeling.configuration_gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
+from hf_moa.upcycle_families import TASKS
 from hf_moa_cli.command import load_checkpoint
 from hf_moa_cli.gating_fields import gating_fields
 
@@ -88,6 +89,14 @@ def test_help_of_upcycle_says_what_every_field_is(capsys, monkeypatch):
     said = [(f, f"{f.meaning} (default: {f.default})") for f in shown]
     assert all((s.replace("None", "none") if "None" in f.kinds else s) in text for f, s in said)
     assert "for T5 also pairs" in text
+
+
+def test_help_of_upcycle_names_every_task(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        main(["upcycle", "--help"])
+    named = re.search(r"head to load: (.+)", capsys.readouterr().out).group(1)
+    assert sorted(named.strip().split(", ")) == sorted(TASKS)
 
 
 def test_fields_of_the_command_line_are_those_of_the_configuration():
