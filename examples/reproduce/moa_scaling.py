@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from unittest import mock
 
@@ -54,6 +55,7 @@ TUNING = {"text": "validation", "seed": 0}
 SENTENCE_LENGTH = 16  # tokens, of Multi30k on average
 # training loss of a masked model that attends: token frequencies alone give above 6
 ATTENDS_BELOW = 5.5
+LAST_LOGS = 4  # of 50 updates each, for the training loss in the end
 
 MHA: Flags = {"attention_type": "mha"}
 HEAD_SIZES = {8: 26, 16: 25, 32: 25, 64: 23}  # of BERT
@@ -202,12 +204,14 @@ def report(results: Results, folder: Path) -> str:
     draw(results, folder / "perplexity.svg")
     for row in results.rows:
         row["measured"]["attends_after"] = attends_after(row)
+        row["measured"]["last_losses"] = fmean(row["measured"]["curve"][-LAST_LOGS:])
     size = [
         Column("parameters", "parameters", "{:,.0f}"),
         Column("attention, kFLOPs per token", "attention_flops", "{:.0f}", scale=1e-3),
     ]
     perplexity = Column("perplexity", "perplexity", "{:.2f}", paired=True)
     start = Column(f"updates to a training loss of {ATTENDS_BELOW}", "attends_after", "{:,.0f}")
+    fit = Column("training loss in the end", "last_losses", "{:.2f}")
     bleu = Column("BLEU", "bleu", "{:.2f}", paired=True)
     parts = []
     for corpus in OF_MASKED:
@@ -219,7 +223,7 @@ def report(results: Results, folder: Path) -> str:
         ]
     parts += [
         f"### {LONG_STEPS:,} updates ({MORE_OF})",
-        table_of(results, MORE_OF, LONGER, [perplexity, start, LOAD_MAX], steps=LONG_STEPS),
+        table_of(results, MORE_OF, LONGER, [perplexity, fit, start, LOAD_MAX], steps=LONG_STEPS),
         f"### {LARGE_STEPS:,} updates of {LARGE_BATCH} rows ({MORE_OF})",
         table_of(results, MORE_OF, LARGER, [perplexity, start, LOAD_MAX], steps=LARGE_STEPS),
     ]
