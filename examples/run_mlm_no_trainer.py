@@ -13,6 +13,9 @@ on text files, with a WordPiece vocabulary trained on the way:
         --learning_rate 5e-4 --num_warmup_steps 500 --checkpointing_steps 500 \
         --resume_from_checkpoint latest --output_dir out/mlm
 
+`sparse_prediction=True` among the overrides computes the logits of the masked tokens alone in training:
+the same loss, sooner.
+
 On several GPUs: `accelerate launch --config_file examples/accelerate/ddp.yaml` (or `fsdp2.yaml`, ...). A
 run that was killed goes on from its last whole checkpoint, bit for bit, when it is started again.
 

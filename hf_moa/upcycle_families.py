@@ -70,7 +70,7 @@ FAMILIES = (
             multiple_choice="ForMultipleChoice",
         ),
         convert=convert_bert,
-        extra_fields=("num_attention_heads", "head_dim", "pre_norm"),
+        extra_fields=("num_attention_heads", "head_dim", "pre_norm", "sparse_prediction"),
         # Pretraining checkpoints hold a masked language model; their next-sentence head has no use here.
         aliases={
             "BertForPreTraining": ("BertForMaskedLM", ("bert.pooler.", "cls.seq_relationship.")),

@@ -17,6 +17,7 @@ from pathlib import Path
 import cct
 import decoding
 import mae
+import masked_lm
 import memory
 import moa
 import torch
@@ -31,6 +32,7 @@ BENCHMARKS = {
     "cct_decoding": decoding.measure_cct,
     "small_cct_decoding": decoding.measure_small_cct,
     "memory": memory.measure,
+    "masked_lm": masked_lm.measure,
 }
 # Okabe and Ito's colours, told apart in grey by their marks
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")

@@ -73,6 +73,7 @@ PRETRAINING: Flags = merged(
         "attention_type": "mha",
         "config_overrides": {
             "max_position_embeddings": LENGTH,
+            "sparse_prediction": True,
         },
         "max_seq_length": LENGTH,
         "learning_rate": 2e-3,

@@ -23,6 +23,9 @@ class MoaBertConfig(GatingConfig, BertConfig):
         pre_norm (`bool`, defaults to `False`):
             Normalise the input of each sub-layer instead of its output, and the encoder's output
             once (the layout of the CCT paper). `False` is BERT's post-LN.
+        sparse_prediction (`bool`, defaults to `False`):
+            Masked language models: in training, compute the logits of the labelled tokens alone. The
+            same loss, for less time and memory. (The name is ModernBERT's, where it holds in eval too.)
 
     Raises:
         ValueError: a field breaks its rule; the message names the field, the rule and the value.
@@ -57,10 +60,12 @@ class MoaBertConfig(GatingConfig, BertConfig):
 
     head_dim: int | None = None
     pre_norm: bool = False
+    sparse_prediction: bool = False
 
     def validate_gating(self) -> None:
         super().validate_gating()
         check_bool(self, "pre_norm")
+        check_bool(self, "sparse_prediction")
         if self.classifier_dropout is not None:
             check_number(self, "classifier_dropout", minimum=0.0, maximum=1.0)
         check_activation(self, "hidden_act")

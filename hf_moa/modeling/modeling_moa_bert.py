@@ -41,7 +41,7 @@ from .outputs import (
     collect_gating,
     gating_fields,
 )
-from .task_losses import token_loss, token_share
+from .task_losses import labelled_alone, token_loss, token_share
 
 
 class MoaBertPreTrainedModel(GatedModel, BertPreTrainedModel):
@@ -247,6 +247,10 @@ class MoaBertForMaskedLM(MoaBertPreTrainedModel):
         Args:
             labels: `[B, T]` int64, the masked tokens; -100 elsewhere.
             num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
+
+        Returns:
+            `logits` `[B, T, V]`; in training with labels and `config.sparse_prediction`, `[n, V]` of the
+            n labelled tokens, row after row.
         """
         outputs = self.bert(
             input_ids,
@@ -260,7 +264,10 @@ class MoaBertForMaskedLM(MoaBertPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        logits = self.cls(outputs.last_hidden_state)
+        hidden_states = outputs.last_hidden_state
+        if self.config.sparse_prediction and self.training and labels is not None:
+            hidden_states, labels = labelled_alone(hidden_states, labels)
+        logits = self.cls(hidden_states)
         loss = None
         if labels is not None:
             loss = token_loss(logits, labels, num_items_in_batch=num_items_in_batch)

@@ -14,8 +14,8 @@ def token_loss(logits: Tensor, labels: Tensor, *, num_items_in_batch=None) -> Te
     """Cross-entropy over the labelled tokens, in float32 at least.
 
     Args:
-        logits: `[B, T, classes]`.
-        labels: `[B, T]` int64; -100 is ignored.
+        logits: `[..., classes]`.
+        labels: `[...]` int64; -100 is ignored.
         num_items_in_batch: labelled tokens of the whole accumulated batch. With it the loss is this
             call's part of that batch's mean; without it, the mean over this call.
     """
@@ -33,6 +33,13 @@ def token_share(labels: Tensor | None, num_items_in_batch=None) -> Tensor | floa
         return 1.0
     local = (labels != IGNORE_INDEX).sum()
     return local / torch.as_tensor(num_items_in_batch, device=local.device)
+
+
+def labelled_alone(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B, T, d]` and `[B, T]` -> `[n, d]` and `[n]`: the n positions that have a label."""
+    labels = labels.to(hidden_states.device)
+    has_label = labels != IGNORE_INDEX
+    return hidden_states[has_label], labels[has_label]
 
 
 def next_token_labels(labels: Tensor) -> Tensor:

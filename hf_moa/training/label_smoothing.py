@@ -22,8 +22,9 @@ def smoothed_loss(
     """`(1 - epsilon) * cross-entropy + epsilon * mean over classes of -log p`, and the auxiliary terms.
 
     Args:
-        outputs: of the model, with `logits` `[..., classes]`; and where its `loss` includes auxiliary
-            terms, with `task_loss`, which is without.
+        outputs: of the model, with `logits` `[..., classes]`, or `[n, classes]` of the n labels alone
+            (`sparse_prediction`); and where its `loss` includes auxiliary terms, with `task_loss`, which
+            is without.
         labels: `[...]` int64; -100 is ignored.
         epsilon: the share of the uniform distribution.
         shifts_labels: the logits of a position are for the next one's label.
@@ -42,6 +43,8 @@ def smoothed_loss(
     targets = targets.to(logits.device)
     valid = targets != IGNORE_INDEX
     count = valid.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).sum()
+    if logits.ndim == targets.ndim:  # of the labelled positions alone
+        targets, valid = targets[valid], valid[valid]
     chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     smoothed = logits.logsumexp(dim=-1) - (1 - epsilon) * chosen - epsilon * logits.mean(dim=-1)
     loss = (smoothed * valid).sum() / count.to(logits.device)

@@ -103,6 +103,20 @@ def test_accumulation_changes_no_loss_of_plain_models(task, kind, smoothing, arg
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("smoothing", [0, 0.1])
+def test_sparse_prediction_changes_no_loss(smoothing, arguments, tmp_path):
+    losses = []
+    for sparse in (False, True):
+        overrides = f"{OVERRIDES['mlm']},sparse_prediction={sparse}"
+        shared = {"attention_type": "mae", "label_smoothing_factor": smoothing}
+        values = arguments(
+            "mlm", **shared, config_overrides=overrides, output_dir=tmp_path / f"{sparse}"
+        )
+        evaluated = run("mlm", values)["eval_loss"]
+        losses.append([*(entry["loss"] for entry in log(values)), evaluated])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_smoothed_loss_of_a_plain_gpt2_is_a_gated_ones(arguments, tmp_path):
     losses = []
     for kind in ("gpt2", "moa_gpt2"):

@@ -80,6 +80,7 @@ BAD = [
     ({"cct_sublayer_norm": "yes"}, "cct_sublayer_norm", "yes"),
     ({"cct_execution": "fast"}, "cct_execution", "fast"),
     ({"pre_norm": 1}, "pre_norm", "1"),
+    ({"sparse_prediction": None}, "sparse_prediction", "None"),
     ({"output_router_logits": "all"}, "output_router_logits", "all"),
     ({"hidden_size": "32"}, "hidden_size", "32"),
     ({"hidden_size": -32}, "hidden_size", "-32"),

@@ -7,7 +7,7 @@ import torch
 from common import VARIANTS, batch, randomize, tiny_config
 from transformers import AutoTokenizer
 
-from hf_moa import MoaBertForSequenceClassification, MoaBertModel
+from hf_moa import MoaBertForMaskedLM, MoaBertForSequenceClassification, MoaBertModel
 
 
 def build(cls=MoaBertForSequenceClassification, seed=0, **fields):
@@ -88,6 +88,33 @@ def test_pre_norm_normalises_the_input_of_each_sublayer():
         x = x + other.output.dense(other.intermediate(layer.output.LayerNorm(x)))
     expected = model.encoder.LayerNorm(x)
     torch.testing.assert_close(model(ids).last_hidden_state, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("num_items", [None, 40])
+@pytest.mark.parametrize("name", ["mha", "mae-1", "moa-moe-cct"])
+def test_sparse_prediction_computes_the_same_loss_from_the_labelled_tokens(name, num_items):
+    ids, mask = batch()
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) % 3 > 0, -100)
+    labelled = labels != -100
+    found = []
+    for sparse in (False, True):
+        model = build(MoaBertForMaskedLM, **VARIANTS[name], sparse_prediction=sparse).double().train()
+        torch.manual_seed(1)
+        outputs = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=num_items)
+        outputs.loss.backward()
+        logits = outputs.logits if sparse else outputs.logits[labelled]
+        gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": outputs.loss, "logits": logits, **gradients})
+    assert found[0]["logits"].shape == (int(labelled.sum()), model.config.vocab_size)
+    torch.testing.assert_close(found[1], found[0], atol=1e-12, rtol=1e-9)
+
+
+def test_sparse_prediction_is_for_training_with_labels():
+    model = build(MoaBertForMaskedLM, sparse_prediction=True)
+    ids, _ = batch()
+    every = (*ids.shape, model.config.vocab_size)
+    assert model(ids, labels=ids.masked_fill(ids > 9, -100)).logits.shape == every
+    assert model.train()(ids).logits.shape == every
 
 
 @pytest.mark.parametrize("where", ["attention_probs_dropout_prob", "mae_gate_dropout"])

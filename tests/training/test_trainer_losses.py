@@ -60,6 +60,18 @@ def test_smoothing_of_a_plain_model_is_the_plain_trainers(name, accumulation, tm
         torch.testing.assert_close(tensor, updates[1][key], atol=1e-6, rtol=1e-5, msg=key)
 
 
+def test_smoothed_loss_of_the_labelled_tokens_alone_is_the_same(tmp_path):
+    found = []
+    for sparse in (False, True):
+        model = build("bert-lm", attention_type="moa", sparse_prediction=sparse).double().train()
+        made = trainer("bert-lm", model, tmp_path, label_smoothing_factor=0.2)
+        inputs = made.data_collator(list(rows("bert-lm")))
+        inputs["labels"][:, ::2] = -100
+        torch.manual_seed(1)
+        found.append(made.compute_loss(model, dict(inputs)))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_smoothing_needs_labels(tmp_path):
     model = CASE["BertForQuestionAnswering"].build()
     data = [

@@ -1,0 +1,71 @@
+"""Training masked language models: what `sparse_prediction` saves."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from memory import peak_of
+from tables import Table
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM
+
+from hf_moa import MoaBertConfig, MoaBertForMaskedLM
+from hf_moa.timing import Measurement, compare
+
+BATCH, LENGTH, LABELLED = 8, 128, 0.15
+SIZES = ((384, 12, 6), (768, 12, 12))  # d, h, layers
+
+
+def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
+    """Forward and backward of models with BERT's 30,522 words; half precision is autocast. Memory is
+    what a step allocates, without the parameters."""
+    ids = torch.randint(1, BertConfig().vocab_size, (BATCH, LENGTH))
+    batch = {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) > LABELLED, -100)}
+    for hidden_size, heads, layers in SIZES:
+        sizes = {
+            "hidden_size": hidden_size,
+            "num_attention_heads": heads,
+            "num_hidden_layers": layers,
+            "intermediate_size": 4 * hidden_size,
+        }
+        steps = {
+            name: training_step(model, batch, dtype)
+            for name, model in {
+                "BertForMaskedLM": BertForMaskedLM(BertConfig(**sizes)),
+                "MHA": MoaBertForMaskedLM(MoaBertConfig(**sizes)),
+                "MHA, sparse prediction": MoaBertForMaskedLM(
+                    MoaBertConfig(sparse_prediction=True, **sizes)
+                ),
+            }.items()
+        }
+        what = f"training, batch {BATCH}, {LENGTH} tokens, {layers} layers, d={hidden_size}"
+        yield Table(
+            group="masked_lm",
+            title=f"Masked language model, {what}",
+            results=compare(steps, turns=turns, title=f"masked_lm d={hidden_size}"),
+        )
+        peaks = {name: peak_of(step) for name, step in steps.items()}
+        first = next(iter(peaks.values()))
+        yield Table(
+            group="masked_lm",
+            title=f"Masked language model, peak memory, {what}",
+            results=[
+                Measurement(name=name, value=peak / 1e6, ratio=peak / first)
+                for name, peak in peaks.items()
+            ],
+            unit="MB",
+        )
+
+
+def training_step(
+    model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype
+) -> Callable[[], None]:
+    """Loss and gradients, without an optimiser."""
+    model.train()
+
+    def run():
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = model(**batch).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return run
