@@ -174,6 +174,7 @@ def _model_config(tokenizer: PreTrainedTokenizerBase, settings: QuickstartSettin
         max_position_embeddings=settings.block_length,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        sparse_prediction=True,  # most of so small a model's time would go into logits
         attention_type="mae",
         mae_gate_hidden_size=settings.mae_gate_hidden_size,
         cct_budgets=list(settings.budgets),
