@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from memory import peak_of
+from memory import peak_of, peak_table
 from tables import Table
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 from hf_moa import MoaBertConfig, MoaBertForMaskedLM
-from hf_moa.timing import Measurement, compare
+from hf_moa.timing import compare
 
 BATCH, LENGTH, LABELLED = 8, 128, 0.15
 SIZES = ((384, 12, 6), (768, 12, 12))  # d, h, layers
@@ -44,16 +44,8 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
             results=compare(steps, turns=turns, title=f"masked_lm d={hidden_size}"),
         )
         peaks = {name: peak_of(step) for name, step in steps.items()}
-        first = next(iter(peaks.values()))
-        yield Table(
-            group="masked_lm",
-            title=f"Masked language model, peak memory, {what}",
-            results=[
-                Measurement(name=name, value=peak / 1e6, ratio=peak / first)
-                for name, peak in peaks.items()
-            ],
-            unit="MB",
-        )
+        title = f"Masked language model, peak memory, {what}"
+        yield peak_table(peaks, group="masked_lm", title=title)
 
 
 def training_step(

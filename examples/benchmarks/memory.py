@@ -46,15 +46,8 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
         peaks = {family: peak_of_training(plain(plain_config(**sizes)), dtype)}
         for name, fields in MECHANISMS.items():
             peaks[name] = peak_of_training(gated(config(**sizes, **fields)), dtype)
-        yield Table(
-            group="memory",
-            title=f"Peak memory of a training step, {family}, batch {BATCH}, {LENGTH} tokens",
-            results=[
-                Measurement(name=name, value=peak / 1e6, ratio=peak / peaks[family])
-                for name, peak in peaks.items()
-            ],
-            unit="MB",
-        )
+        title = f"Peak memory of a training step, {family}, batch {BATCH}, {LENGTH} tokens"
+        yield peak_table(peaks, group="memory", title=title)
 
 
 def peak_of_training(model: nn.Module, dtype: torch.dtype) -> int:
@@ -74,6 +67,13 @@ def peak_of_training(model: nn.Module, dtype: torch.dtype) -> int:
     step()
     model.zero_grad(set_to_none=True)
     return peak_of(step) + sum(parameter.nbytes for parameter in model.parameters())
+
+
+def peak_table(peaks: dict[str, int], *, group: str, title: str) -> Table:
+    """Peaks in bytes as megabytes, and relative to the first."""
+    first = next(iter(peaks.values()))
+    results = [Measurement(name, peak / 1e6, ratio=peak / first) for name, peak in peaks.items()]
+    return Table(group, title, results, unit="MB")
 
 
 def peak_of(function: Callable[[], object]) -> int:
