@@ -2,8 +2,8 @@
 
 The folder has one for each corpus: `multi30k` (`train.en`, `train.de`, `val.*`, `test_2016_flickr.*`),
 `tatoeba-en-de` (`deu.txt`, the German pairs of manythings.org), `wikitext-2` and `wikitext-103`
-(`train.txt`, `valid.txt`, `test.txt`; of WikiText-103's training text any beginning does); any file may
-be a `.gz`.
+(`train.txt`, `valid.txt`, `test.txt`; of WikiText-103's training text the results here are of the first
+9,742 lines); any file may be a `.gz`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 Flags = dict[str, str]
 Pair = tuple[str, str]
 
+WIKITEXT_103_LINES = 9_742  # of the training text: its first 542,000 words
 TATOEBA_HELD_OUT = 1_000  # English sentences, about, of the validation and of the test text
 _SPLITS = ("train", "validation", "test")
 
@@ -89,7 +90,9 @@ def wikitext(name: str, data_dir: str | None, work_dir: str | Path) -> Flags:
         data_dir, work_dir: of `multi30k`.
     """
     if data_dir is None:
-        return _from_hub("Salesforce/wikitext", f"{name}-v1", {"": "text"}, Path(work_dir, name))
+        lines = WIKITEXT_103_LINES if name == "wikitext-103" else None
+        folder = Path(work_dir, name)
+        return _from_hub("Salesforce/wikitext", f"{name}-v1", {"": "text"}, folder, train_lines=lines)
     stems = dict(zip(_SPLITS, ("train", "valid", "test"), strict=True))
     folder = Path(data_dir, name)
     return {split: str(find_file(folder, f"{stem}.txt")) for split, stem in stems.items()}
@@ -114,11 +117,19 @@ def read_lines(path: str | Path) -> list[str]:
         return [line.rstrip("\r\n") for line in file]
 
 
-def _from_hub(name: str, configuration: str | None, columns: dict[str, str], folder: Path) -> Flags:
+def _from_hub(
+    name: str,
+    configuration: str | None,
+    columns: dict[str, str],
+    folder: Path,
+    *,
+    train_lines: int | None = None,
+) -> Flags:
     """Write the splits of a data set to the folder, once.
 
     Args:
         columns: part of the files' names -> column.
+        train_lines: of the training split, from its beginning; default: all.
     """
     paths = {
         f"{split}_{part}".rstrip("_"): folder / f"{split}_{part}.txt"
@@ -132,7 +143,8 @@ def _from_hub(name: str, configuration: str | None, columns: dict[str, str], fol
         folder.mkdir(parents=True, exist_ok=True)
         for split in _SPLITS:
             for part, column in columns.items():
-                _write(folder / f"{split}_{part}.txt", splits[split][column])
+                count = train_lines if split == "train" else None
+                _write(paths[f"{split}_{part}".rstrip("_")], splits[split][column][:count])
     return {key: str(path) for key, path in paths.items()}
 
 

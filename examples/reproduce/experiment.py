@@ -17,6 +17,8 @@ HERE = Path(__file__).resolve().parent
 
 # options of several experiments
 DATA_DIR = {"data_dir": ("folder of the corpora (see corpora.py); without it, the Hub's", None)}
+GLUE_DIR = {"data_dir": ("folder of GLUE's published TSV files; without it, the Hub's", None)}
+TATOEBA_DIR = {"data_dir": "folder of the corpora (see corpora.py); Tatoeba's is not on the Hub"}
 WORK_DIR = {"work_dir": ("for texts of the Hub", "runs")}
 
 

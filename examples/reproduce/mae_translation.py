@@ -24,7 +24,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from experiment import DATA_DIR, Experiment, Phase
+from experiment import TATOEBA_DIR, Experiment, Phase
 from runs import Results, Settings
 from scripts import Flags, run_folder
 from summaries import Column, time_and_machine, variant_table
@@ -124,8 +124,7 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("training", runs, measure), Phase("few pairs", small_runs, measure, independent=True)),
     report=report,
-    needed={"models_dir": "where the trained models are kept"},
-    optional=DATA_DIR,
+    needed=TATOEBA_DIR | {"models_dir": "where the trained models are kept"},
     plan=lambda: [FLAGS, VARIANTS],
 )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import mae_translation
-from experiment import DATA_DIR, Experiment, Phase
+from experiment import TATOEBA_DIR, Experiment, Phase
 from gate_measures import mae_gates, tables_of
 from runs import Results, Settings
 from summaries import Column, time_and_machine, variant_table
@@ -125,8 +125,7 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("measuring", runs, measure),),
     report=report,
-    needed={"models_dir": "of mae_translation.py; those that it lacks are trained"},
-    optional=DATA_DIR,
+    needed=TATOEBA_DIR | {"models_dir": "of mae_translation.py; those that it lacks are trained"},
     plan=mae_translation.EXPERIMENT.plan,
 )
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import mae_translation
 from corpora import multi30k
-from experiment import DATA_DIR, Experiment, Phase
+from experiment import TATOEBA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, run_script
@@ -260,8 +260,8 @@ EXPERIMENT = Experiment(
         Phase("other bases", other_base_runs, measure),
     ),
     report=report,
-    needed={"models_dir": "where the pretrained models are kept; those that it lacks are trained"},
-    optional=DATA_DIR,
+    needed=TATOEBA_DIR
+    | {"models_dir": "where the pretrained models are kept; those that it lacks are trained"},
     plan=lambda: [
         mae_translation.EXPERIMENT.plan(),
         STEPS_OF_PRETRAINING,

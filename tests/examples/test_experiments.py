@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pandas as pd
 import pytest
 from accelerate_runs import forget_accelerator
@@ -368,6 +369,21 @@ def test_no_source_is_in_two_splits(reproduce):
     targets = {split: {target for _, target in found} for split, found in splits.items()}
     assert not targets["train"] & (targets["validation"] | targets["test"])
     assert corpora.split_by_source(pairs) == splits
+
+
+def test_the_beginning_of_wikitext_103_from_the_hub(reproduce, tmp_path, monkeypatch):
+    corpora = reproduce("corpora")
+    texts = {"train": 9_800, "validation": 3, "test": 4}
+    splits = {
+        split: datasets.Dataset.from_dict({"text": [f"{split} {i}\n" for i in range(count)]})
+        for split, count in texts.items()
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, configuration: splits)
+    for name, kept in (("wikitext-2", 9_800), ("wikitext-103", 9_742)):
+        files = corpora.wikitext(name, None, tmp_path)
+        counts = {split: len(corpora.read_lines(path)) for split, path in files.items()}
+        assert counts == texts | {"train": kept}
+    assert corpora.read_lines(files["train"])[-1] == "train 9741"
 
 
 def test_missing_files_are_named(reproduce, tmp_path):
