@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from experiment import Experiment, Phase
+from experiment import GLUE_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
-from scripts import TRAINER_FLAGS, read_json, run_script
+from scripts import TRAINER_FLAGS, Flags, read_json, run_script
 from summaries import best_rate, by_seed, differences, time_and_machine, with_deviation
 
 from hf_moa.markdown import table
@@ -45,6 +45,18 @@ METHODS = {
 TASKS = {
     "sst2": {"examples": 20_000, "batch": 32, "epochs": 2, "least_steps": 200},
     "mrpc": {"examples": 3_668, "batch": 16, "epochs": 3, "least_steps": 150},
+}
+TRAINING: Flags = {
+    **TRAINER_FLAGS,
+    "bf16": True,
+    "pad_to_max_length": False,
+    "attention_type": "mae",
+    "mae_training": "joint",
+    "do_train": True,
+    "warmup_steps": 0.1,
+    "per_device_eval_batch_size": 64,
+    "train_sampling_strategy": "group_by_length",
+    "eval_strategy": "steps",
 }
 
 
@@ -92,28 +104,19 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
     """One finetuning run of `examples/run_glue.py`."""
     plan = training_plan(settings)
     flags = {
-        **TRAINER_FLAGS,
-        "bf16": True,
+        **TRAINING,
         "model_name_or_path": options.model_name_or_path,
-        "data_dir": options.data_dir,
         "task_name": settings["task"],
-        "skip_malformed_rows": True,
-        "pad_to_max_length": False,
-        "attention_type": "mae",
-        "mae_training": "joint",
         "adapter": settings["method"],
         "seed": settings["seed"],
-        "do_train": True,
         "max_train_samples": plan["examples"],
         "max_steps": plan["steps"],
         "learning_rate": settings["learning_rate"],
-        "warmup_steps": 0.1,
         "per_device_train_batch_size": TASKS[settings["task"]]["batch"],
-        "per_device_eval_batch_size": 64,
-        "train_sampling_strategy": "group_by_length",
-        "eval_strategy": "steps",
         "eval_steps": plan["every"],
     }
+    if options.data_dir is not None:
+        flags |= {"data_dir": options.data_dir, "skip_malformed_rows": True}
     if settings["method"] != "none":
         flags["modules_to_save"] = "pooler"
     with tempfile.TemporaryDirectory() as folder:
@@ -223,10 +226,9 @@ EXPERIMENT = Experiment(
     description=__doc__,
     phases=(Phase("rates", tuning_runs, measure), Phase("fractions", final_runs, measure)),
     report=report,
-    needed={
-        "model_name_or_path": "a pretrained BERT",
-        "data_dir": "folder of GLUE's published TSV files",
-    },
+    needed={"model_name_or_path": "a pretrained BERT"},
+    optional=GLUE_DIR,
+    plan=lambda: [TRAINING, TASKS, EVALUATIONS],
 )
 
 if __name__ == "__main__":

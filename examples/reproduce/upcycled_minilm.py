@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiment import Experiment, Phase
+from experiment import GLUE_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, budget_argument, read_json, run_script
@@ -322,7 +322,7 @@ EXPERIMENT = Experiment(
         "model_name_or_path": "a pretrained BERT of 6 layers",
         "models_dir": "where the models of the first seed are kept, to be timed",
     },
-    optional={"data_dir": ("folder of GLUE's published TSV files; without it, the Hub's", None)},
+    optional=GLUE_DIR,
     plan=lambda: [TRAINING, GATES, TASKS, CUT],
 )
 
