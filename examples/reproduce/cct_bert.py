@@ -33,6 +33,7 @@ from scripts import TRAINER_FLAGS, Flags, budget_argument, merged, read_json, ru
 from summaries import (
     at_budget,
     by_seed,
+    differences,
     latest,
     mean_and_deviation,
     time_and_machine,
@@ -67,6 +68,7 @@ GATES = {
 }
 NOISE: Flags = {"cct_noise_steps": -1}  # it grows over all of a run
 FINETUNED = (*PLAIN, CCT)
+VARIANTS = (*FINETUNED, FROM_SCRATCH)
 PRETRAINING: Flags = merged(
     SMALL_BERT,
     {
@@ -96,6 +98,7 @@ TASKS: dict[str, tuple[str, Flags]] = {
         },
     ),
 }
+PARTS = (None, *TASKS)  # of the report; None is pretraining
 FINETUNING: Flags = {
     **TRAINER_FLAGS,
     "do_train": True,
@@ -111,7 +114,7 @@ FINETUNING: Flags = {
 
 
 def pretraining_runs(results: Results) -> list[Settings]:
-    return each_seed(SEEDS, (*FINETUNED, FROM_SCRATCH), all_steps())
+    return each_seed(SEEDS, VARIANTS, all_steps())
 
 
 def finetuning_runs(results: Results) -> list[Settings]:
@@ -243,45 +246,49 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 def report(results: Results, folder: Path) -> str:
     """Tables in Markdown; the figure is written to `folder`."""
     draw(results, folder / "quality.svg")
+    parts = []
+    for task in PARTS:
+        parts += [
+            f"### {title_of(task)}",
+            quality_table(results, task),
+            time_and_machine(results, steps=all_steps(), task=task),
+        ]
+    return "\n\n".join(parts)
+
+
+def title_of(task: str | None) -> str:
+    return "Pretraining" if task is None else task.upper()
+
+
+def quality_table(results: Results, task: str | None) -> str:
+    """Perplexity (None) or a task's score, and what was computed for it, by model and budget."""
+    measure = "perplexity" if task is None else TASKS[task][0]
+    form = "{:.2f}" if task is None else "{:.1f}"
     latency = latest(results, latency_of_batch=LATENCY_BATCH)
-    pretraining, finetuning = [], []
-    for variant in (*FINETUNED, FROM_SCRATCH):
+    base = quality(results, task, LARGEST, None)
+    heads = ["model", measure, "paired difference", "of the gated part", f"MFLOPs per {LENGTH} tokens"]
+    rows = []
+    for variant in VARIANTS if task is None else FINETUNED:
         for budget in budgets_of(variant):
+            found = quality(results, task, variant, budget)
+            apart = [] if variant == LARGEST else differences(found, base)
+            compute = measures(results, task, "compute", variant, budget)
+            flops = measures(results, task, "flops", variant, budget, scale=1e-6)
             name = at_budget(variant, budget)
-            compute = measures(results, None, "compute", variant, budget)
-            flops = measures(results, None, "flops", variant, budget, scale=1e-6)
-            pretraining.append(
+            rows.append(
                 [
                     name,
-                    with_deviation(quality(results, None, variant, budget), "{:.2f}"),
-                    with_deviation(compute, "{:.2f}"),
-                    with_deviation(flops, "{:.0f}"),
-                    f"{latency[name]:.1f}" if name in latency else "-",
+                    with_deviation(found.values(), form),
+                    with_deviation(apart, form, sign=True),
+                    with_deviation(compute.values(), "{:.2f}"),
+                    with_deviation(flops.values(), "{:.0f}"),
                 ]
             )
-            if variant not in FINETUNED:
-                continue
-            finetuning.append([name])
-            for task in TASKS:
-                compute = measures(results, task, "compute", variant, budget)
-                share = f" ({with_deviation(compute, '{:.2f}')})" if compute else ""
-                finetuning[-1].append(with_deviation(quality(results, task, variant, budget)) + share)
-    heads = ["model", "perplexity", "of the gated part", f"MFLOPs per {LENGTH} tokens"]
-    heads += [f"ms per {LATENCY_BATCH} rows"]
-    tasks = ["model", *(f"{task.upper()}, {measure}" for task, (measure, _) in TASKS.items())]
-    return "\n\n".join(
-        [
-            "### Pretraining",
-            table(heads, pretraining),
-            time_and_machine(results, steps=all_steps(), task=None),
-            "### Finetuning: score (of the gated part)",
-            table(tasks, finetuning),
-            *(
-                f"{task.upper()}: {time_and_machine(results, steps=all_steps(), task=task)}"
-                for task in TASKS
-            ),
-        ]
-    )
+            if task is None:
+                rows[-1].append(f"{latency[name]:.1f}" if name in latency else "-")
+    if task is None:
+        heads.append(f"ms per {LATENCY_BATCH} rows")
+    return table(heads, rows)
 
 
 def measures(
@@ -291,35 +298,38 @@ def measures(
     variant: str,
     budget: float | None,
     scale: float = 1.0,
-) -> list[float]:
-    """What a variant's runs measured in a task, or (None) in pretraining."""
+) -> dict[int, float]:
+    """By seed, what a variant's runs measured in a task, or (None) in pretraining."""
     found = by_seed(results, at_budget(measure, budget), task=task, variant=variant, steps=all_steps())
-    return [scale * value for value in found.values()]
+    return {seed: scale * value for seed, value in found.items()}
 
 
-def quality(results: Results, task: str | None, variant: str, budget: float | None) -> list[float]:
-    """A task's scores in per cent, or (None) the perplexity of pretraining."""
+def quality(results: Results, task: str | None, variant: str, budget: float | None) -> dict[int, float]:
+    """A task's scores in per cent, or (None) the perplexity of pretraining; by seed."""
     if task is None:
         return measures(results, None, "perplexity", variant, budget)
-    scale = 1 if task == "squad" else 100
+    scale = 1 if task == "squad" else 100  # whose script gives per cent
     return measures(results, task, "score", variant, budget, scale=scale)
 
 
 def draw(results: Results, path: Path) -> None:
     """Perplexity, and the scores of the tasks, against all that is computed."""
-    figure, axes = panels(1 + len(TASKS))
-    for axis, task in zip(axes, (None, *TASKS), strict=True):
+    figure, axes = panels(len(PARTS))
+    for axis, task in zip(axes, PARTS, strict=True):
         for style, (name, variants) in enumerate(
             {"plain, each by itself": PLAIN, "one model with CCT": [CCT]}.items()
         ):
             points = [
-                (mean_and_deviation(flops)[0], quality(results, task, variant, budget))
+                (
+                    mean_and_deviation(flops.values())[0],
+                    list(quality(results, task, variant, budget).values()),
+                )
                 for variant in variants
                 for budget in budgets_of(variant)
                 if (flops := measures(results, task, "flops", variant, budget, scale=1e-6))
             ]
             draw_line(axis, points, style, label=name)
-        axis.set_title("pretraining" if task is None else task.upper())
+        axis.set_title(title_of(task))
         axis.set_xlabel(f"MFLOPs per {LENGTH} tokens, in the layers")
         axis.set_ylabel("perplexity" if task is None else f"{TASKS[task][0]} (%)")
     save(figure, axes, path)
@@ -331,7 +341,7 @@ EXPERIMENT = Experiment(
     phases=(
         Phase("pretraining", pretraining_runs, pretrain),
         Phase("finetuning", finetuning_runs, finetune, independent=True),
-        Phase("latency", latency_runs, measure_latency),
+        Phase("latency", latency_runs, measure_latency, independent=True),
     ),
     report=report,
     needed={"models_dir": "where the pretrained models are kept"},
