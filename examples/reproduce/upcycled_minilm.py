@@ -240,8 +240,9 @@ def development_batches(
 
 
 def report(results: Results, folder: Path) -> str:
-    """Tables in Markdown; the figure is written to `folder`."""
-    draw(results, folder / "accuracy.svg")
+    """Tables in Markdown; the figures are written to `folder`."""
+    for size in BATCH_SIZES:
+        draw(results, size, folder / f"accuracy_batch_{size}.svg")
     parts = []
     for task, size in TASKS.items():
         examples, epochs = size["max_train_samples"], size["num_train_epochs"]
@@ -249,6 +250,7 @@ def report(results: Results, folder: Path) -> str:
         parts += [
             f"### {task.upper()}: {examples:,} training examples, {epochs} epochs",
             task_table(results, task),
+            table_against_plain(results, task),
             f"Learning rates: {rates}. {time_and_machine(results, task=task)}",
         ]
     return "\n\n".join(parts)
@@ -268,16 +270,44 @@ def task_table(results: Results, task: str) -> str:
                 for found in latency.values()
             ]
             accuracy = accuracies(results, task, model, budget)
-            rows.append([column, with_deviation(accuracy), with_deviation(compute, "{:.2f}"), *times])
+            compute = with_deviation(compute, "{:.2f}")
+            rows.append([column, with_deviation(accuracy.values()), compute, *times])
     heads = [f"ms per example, batch {size} (speed-up)" for size in BATCH_SIZES]
     return table(["model", "accuracy", "compute fraction", *heads], rows)
 
 
-def accuracies(results: Results, task: str, model: str, budget: float | None) -> list[float]:
-    """In per cent, of the seeds that the report shows."""
+def table_against_plain(results: Results, task: str) -> str:
+    """How far the gated checkpoint is above what plain models give in the same time."""
+    rows = []
+    for column, budget in columns(GATED).items():
+        apart = (above_plain(results, task, budget, size) for size in BATCH_SIZES)
+        rows.append([column, *(with_deviation(values, sign=True) for values in apart)])
+    heads = [f"points above the plain models' line, batch {size}" for size in BATCH_SIZES]
+    return table(["model", *heads], rows)
+
+
+def above_plain(results: Results, task: str, budget: float | None, size: int) -> list[float]:
+    """Points of accuracy, seed by seed: the line goes straight from one plain model's time and accuracy
+    to the next one's, and on past the last."""
+    times = latest(results, task=task, latency_of_batch=size)
+    if not times:
+        return []
+    plain = sorted((times[model], accuracies(results, task, model, None)) for model in CUT)
+    time = times[at_budget(GATED, budget)]
+    right = next((i for i, (x, _) in enumerate(plain) if i and x >= time), len(plain) - 1)
+    (x0, y0), (x1, y1) = plain[right - 1 : right + 1]
+    return [
+        value - (y0[seed] + (time - x0) / (x1 - x0) * (y1[seed] - y0[seed]))
+        for seed, value in accuracies(results, task, GATED, budget).items()
+        if seed in y0 and seed in y1
+    ]
+
+
+def accuracies(results: Results, task: str, model: str, budget: float | None) -> dict[int, float]:
+    """In per cent, by seed, of those that the report shows."""
     rate, measure = chosen_rate(results, model), at_budget("accuracy", budget)
     found = by_seed(results, measure, task=task, model=model, learning_rate=rate)
-    return [100 * value for seed, value in found.items() if seed in SEEDS]
+    return {seed: 100 * value for seed, value in found.items() if seed in SEEDS}
 
 
 def computes(results: Results, task: str, rate: float, budget: float | None) -> list[float]:
@@ -288,23 +318,23 @@ def computes(results: Results, task: str, rate: float, budget: float | None) -> 
     return [value for seed, value in found.items() if seed in SEEDS]
 
 
-def draw(results: Results, path: Path) -> None:
-    """Accuracy against time, batches of the largest size: the plain models, and one gated checkpoint."""
+def draw(results: Results, size: int, path: Path) -> None:
+    """Accuracy against time in batches of a size: the plain models, and one gated checkpoint."""
     figure, axes = panels(len(TASKS))
     for axis, task in zip(axes, TASKS, strict=True):
-        found = latest(results, task=task, latency_of_batch=BATCH_SIZES[-1])
+        found = latest(results, task=task, latency_of_batch=size)
         for style, (name, models) in enumerate(
             {"MiniLM of 6, 3 and 2 layers": tuple(CUT), f"one checkpoint, {GATED}": (GATED,)}.items(), 1
         ):
             points = [
-                (found[column], accuracies(results, task, model, budget))
+                (found[column], list(accuracies(results, task, model, budget).values()))
                 for model in models
                 for column, budget in columns(model).items()
                 if column in found
             ]
             draw_line(axis, points, style, label=name)
         axis.set_title(task.upper())
-        axis.set_xlabel(f"ms per example, batches of {BATCH_SIZES[-1]}")
+        axis.set_xlabel(f"ms per example, batches of {size}")
         axis.set_ylabel("development accuracy (%)")
     save(figure, axes, path)
 

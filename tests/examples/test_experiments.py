@@ -272,7 +272,7 @@ def test_upcycled_checkpoint_against_fewer_layers(
     plain = [row["measured"] for row in rows if row["settings"].get("model") in module.CUT][:3]
     assert plain[0]["parameters"] > plain[1]["parameters"] == plain[2]["parameters"]
     assert "| CCT + MAE at 0.33 |" in report_of(module, results, tmp_path, capsys)
-    assert (tmp_path / "accuracy.svg").is_file()
+    assert (tmp_path / "accuracy_batch_32.svg").is_file()
 
     # on another day: times are missing, and a model
     lines = results.read_text(encoding="utf-8").splitlines(keepends=True)
