@@ -31,6 +31,7 @@ from gate_measures import computed_at, layer_flops
 from runs import Results, Settings, each_seed
 from scripts import TRAINER_FLAGS, Flags, budget_argument, merged, read_json, run_folder, run_script
 from summaries import (
+    above_line,
     at_budget,
     by_seed,
     differences,
@@ -266,7 +267,12 @@ def quality_table(results: Results, task: str | None) -> str:
     form = "{:.2f}" if task is None else "{:.1f}"
     latency = latest(results, latency_of_batch=LATENCY_BATCH)
     base = quality(results, task, LARGEST, None)
-    heads = ["model", measure, "paired difference", "of the gated part", f"MFLOPs per {LENGTH} tokens"]
+    plain = [
+        (measures(results, task, "flops", each, None, scale=1e-6), quality(results, task, each, None))
+        for each in PLAIN
+    ]
+    heads = ["model", measure, f"paired difference to {LARGEST}", "to plain of equal MFLOPs"]
+    heads += ["of the gated part", f"MFLOPs per {LENGTH} tokens"]
     rows = []
     for variant in VARIANTS if task is None else FINETUNED:
         for budget in budgets_of(variant):
@@ -274,12 +280,14 @@ def quality_table(results: Results, task: str | None) -> str:
             apart = [] if variant == LARGEST else differences(found, base)
             compute = measures(results, task, "compute", variant, budget)
             flops = measures(results, task, "flops", variant, budget, scale=1e-6)
+            above = [] if variant in PLAIN else above_line((flops, found), plain)
             name = at_budget(variant, budget)
             rows.append(
                 [
                     name,
                     with_deviation(found.values(), form),
                     with_deviation(apart, form, sign=True),
+                    with_deviation(above, form, sign=True),
                     with_deviation(compute.values(), "{:.2f}"),
                     with_deviation(flops.values(), "{:.0f}"),
                 ]

@@ -36,6 +36,7 @@ from gate_measures import computed_at, layer_flops
 from runs import Results, Settings, each_seed
 from scripts import Flags, budget_argument, run_folder
 from summaries import (
+    above_line,
     at_budget,
     by_seed,
     differences,
@@ -197,6 +198,7 @@ def report(results: Results, folder: Path) -> str:
     draw(results, folder / "bleu.svg")
     latency = latest(results, latency=LATENCY_SENTENCES)
     full = found_in(results, "bleu", LARGEST)
+    plain = [tuple(found_in(results, name, each) for name in ("flops", "bleu")) for each in PLAIN]
     lines = []
     for variant in VARIANTS:
         for budget in budgets_of(variant):
@@ -206,6 +208,7 @@ def report(results: Results, folder: Path) -> str:
                 for measure in ("compute", "flops", "bleu", "loss")
             )
             apart = [] if variant == LARGEST else differences(bleu, full)
+            above = [] if variant in PLAIN else above_line((flops, bleu), plain)
             lines.append(
                 [
                     name,
@@ -213,6 +216,7 @@ def report(results: Results, folder: Path) -> str:
                     with_deviation((x / 1e6 for x in flops.values()), "{:.1f}"),
                     with_deviation(bleu.values()),
                     with_deviation(apart, sign=True),
+                    with_deviation(above, sign=True),
                     with_deviation(loss.values(), "{:.3f}"),
                     f"{latency[name]:.2f}" if name in latency else "-",
                 ]
@@ -222,7 +226,8 @@ def report(results: Results, folder: Path) -> str:
         "of the gated part",
         "MFLOPs per sentence",
         "BLEU",
-        "paired difference to plain",
+        "paired difference to the largest plain",
+        "to plain of equal MFLOPs",
         "test loss",
         "ms per sentence",
     ]

@@ -95,10 +95,11 @@ VARIANTS: dict[str, dict[str, Flags]] = {
     "multi30k": TRANSLATION,
 }
 OF_MASKED = ("wikitext-2", "wikitext-103")  # corpora
-# corpus -> learning rates to choose from, and with which variants; WikiText-103 has WikiText-2's
-RATES: dict[str, tuple[tuple[float, ...], tuple[str, str]]] = {
+# corpus -> learning rates to choose from, and with which variants: others have the last one's
+# and WikiText-103 has WikiText-2's
+RATES: dict[str, tuple[tuple[float, ...], tuple[str, ...]]] = {
     "wikitext-2": ((1e-3, 2e-3, 4e-3, 8e-3), ("MHA", "MoA 8 of 32")),
-    "multi30k": ((1e-2, 3e-2, 6e-2, 1e-1), ("MHA", "MoA 8K16E")),
+    "multi30k": ((1e-2, 3e-2, 6e-2, 1e-1), ("MHA", "MoA 8K8E", "MoA 8K16E")),
 }
 # few layers and small batches, for many updates: each expert learns from a share of the tokens alone
 MASKED: Flags = merged(
@@ -139,8 +140,8 @@ def final_runs(results: Results) -> list[Settings]:
 def chosen_rate(results: Results, corpus: str, variant: str) -> float:
     """That with the smallest validation loss among the tuning runs of this kind of attention."""
     corpus = corpus if corpus in RATES else OF_MASKED[0]
-    of_mha, of_moa = RATES[corpus][1]
-    tuned = of_mha if variant == "MHA" else of_moa
+    _, variants = RATES[corpus]
+    tuned = variant if variant in variants else variants[-1]
     return best_rate(results, "loss", smallest=True, corpus=corpus, variant=tuned, **TUNING)
 
 
@@ -186,7 +187,7 @@ def translation(corpus: str, flags: Flags, folder: str, run: dict[str, Any]) -> 
 
 
 def model_facts(folder: str, text: str, target: str | None = None) -> dict[str, Any]:
-    """Size, multiply-accumulates of attention per token, and the experts' load on the first lines."""
+    """Size, operations of attention per token, and the experts' load on the first lines."""
     from hf_moa.modeling.flops import count_flops
 
     model = load_checkpoint(folder)

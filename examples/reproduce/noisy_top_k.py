@@ -7,8 +7,9 @@ A small GPT-2 whose feed-forward layers are 16 experts of which 2 are active: wi
 with and without the two losses (of the paper's weights: 0.2 alone; 0.1, 0.01 and 1 together). The load
 loss needs the noise. Beside these stands a model without experts that computes as much: its layers are
 as wide as the 2 active ones together. Test perplexity, and how evenly the test tokens, which are routed
-without noise, are spread over the experts. Three of the variants again, for three times the updates. A
-run that was stopped goes on where it was. The report:
+without noise, are spread over the experts. Three of the variants again, for three times the updates; and
+some once more, with one seed, to see how sure their routers are, and how large the noise. A run that was
+stopped goes on where it was. The report:
 
     python examples/reproduce/noisy_top_k.py --report model_cards/noisy_top_k
 """
@@ -17,15 +18,19 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from corpora import read_lines
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
 from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
 from runs import Results, Settings, each_seed, run_arguments
 from scripts import Flags, merged
-from summaries import Column, time_and_machine, variant_table
+from summaries import Column, by_seed, time_and_machine, variant_table, with_deviation
 from wikitext_runs import train_on_wikitext
 
+from hf_moa.markdown import table
 from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
@@ -58,6 +63,15 @@ VARIANTS: dict[str, Flags] = {
     "no experts": {"config_overrides": {"n_inner": NUM_ACTIVE * WIDTH}},
 }
 LONGER = ("noise, both losses", "importance loss alone", "nothing")
+# variants whose routers are looked at, and their updates
+LOOKED_AT = (
+    ("noise alone", STEPS),
+    ("noise, both losses, weight 0.01", STEPS),
+    ("noise, both losses", STEPS),
+    ("noise, both losses", LONG_STEPS),
+    ("importance loss alone", STEPS),
+)
+LOOKED_AT_TEXT = 60_000  # characters
 FLAGS: Flags = {
     "model_type": "moa_gpt2",
     "vocab_size": 4096,
@@ -87,20 +101,65 @@ def longer_runs(results: Results) -> list[Settings]:
     return each_seed(SEEDS, LONGER, LONG_STEPS)
 
 
+def router_runs(results: Results) -> list[Settings]:
+    return [{"routers_of": variant, "steps": steps, "seed": SEEDS[0]} for variant, steps in LOOKED_AT]
+
+
+def train(variant: str, settings: Settings, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """One run of `examples/run_clm_no_trainer.py`."""
+    return train_on_wikitext(
+        "run_clm_no_trainer",
+        "wikitext-2",
+        merged(FLAGS, VARIANTS[variant]),
+        folder=folder,
+        **run_arguments(settings, options),
+    )
+
+
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
-    """One run of `examples/run_clm_no_trainer.py`, and the expert load on the test text."""
+    """A run's perplexity, and the expert load on the test text."""
     with tempfile.TemporaryDirectory() as folder:
-        found = train_on_wikitext(
-            "run_clm_no_trainer",
-            "wikitext-2",
-            merged(FLAGS, VARIANTS[settings["variant"]]),
-            folder=folder,
-            **run_arguments(settings, options),
-        )
+        found = train(settings["variant"], settings, options, folder)
         model = load_checkpoint(folder)
         measured = {"perplexity": found["perplexity"], "parameters": model.num_parameters()}
         if model.config.ffn_type == "moe":
             measured |= balance(tables_of(model, folder, found["files"]["test"], limit=1_000))
+    return measured
+
+
+def measure_routers(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
+    """A run's routers, on the beginning of the test text; means over its tokens.
+
+    Returns:
+        By layer: `spread`, the standard deviation of a token's logits over the experts, without noise;
+        `gap`, between the last logit that is kept and the next; `noise`, its standard deviation.
+    """
+    import torch
+    from torch.nn.functional import softplus
+    from transformers import AutoTokenizer
+
+    from hf_moa.modeling.routing import NoisyTopKRouter, TopKRouter
+
+    measured: dict[str, float] = {}
+
+    def look(layer: int, router: TopKRouter, args: tuple) -> None:
+        logits = router.gate(args[0])
+        best = logits.topk(NUM_ACTIVE + 1).values
+        found = {"spread": logits.std(-1), "gap": best[..., -2] - best[..., -1]}
+        if isinstance(router, NoisyTopKRouter):
+            found["noise"] = softplus(router.noise(args[0]))
+        measured.update({f"{name} {layer}": value.mean().item() for name, value in found.items()})
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = train(settings["routers_of"], settings, options, folder)["files"]
+        model, tokenizer = load_checkpoint(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    for layer, router in enumerate(routers, start=1):
+        router.register_forward_pre_hook(partial(look, layer))
+    text = "\n".join(read_lines(files["test"]))[:LOOKED_AT_TEXT]
+    ids, length = tokenizer(text, return_tensors="pt").input_ids[0], model.config.n_positions
+    with torch.no_grad():
+        model(ids[: len(ids) // length * length].view(-1, length))
     return measured
 
 
@@ -117,15 +176,38 @@ def report(results: Results, folder: Path) -> str:
             variant_table(results, VARIANTS, columns, steps=STEPS),
             f"{LONG_STEPS:,} updates:",
             variant_table(results, LONGER, columns, steps=LONG_STEPS),
-            time_and_machine(results),
+            time_and_machine(results, routers_of=None),
+            "Routers:",
+            router_table(results),
+            time_and_machine(results, variant=None),
         ]
     )
+
+
+def router_table(results: Results) -> str:
+    """Spread, gap and noise of each layer's router."""
+    layers = range(1, FLAGS["config_overrides"]["n_layer"] + 1)
+    names = ("spread", "gap", "noise")
+    rows = []
+    for variant, steps in LOOKED_AT:
+        cells = []
+        for layer in layers:
+            find = partial(by_seed, results, routers_of=variant, steps=steps)
+            shown = (with_deviation(find(f"{name} {layer}").values(), "{:.2f}") for name in names)
+            cells.append(", ".join(shown))
+        rows.append([variant, f"{steps:,}", *cells])
+    heads = [f"layer {layer}: {', '.join(names)}" for layer in layers]
+    return table(["variant", "updates", *heads], rows)
 
 
 EXPERIMENT = Experiment(
     name="noisy_top_k",
     description=__doc__,
-    phases=(Phase("training", runs, measure), Phase("longer", longer_runs, measure, independent=True)),
+    phases=(
+        Phase("training", runs, measure),
+        Phase("longer", longer_runs, measure, independent=True),
+        Phase("routers", router_runs, measure_routers, independent=True),
+    ),
     report=report,
     needed={},
     optional=DATA_DIR | WORK_DIR,

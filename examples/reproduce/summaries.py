@@ -11,6 +11,8 @@ from runs import Results
 
 from hf_moa.markdown import table
 
+Point = tuple[dict[int, float], dict[int, float]]  # x and y, by seed
+
 
 @dataclass(frozen=True)
 class Column:
@@ -77,6 +79,28 @@ def by_seed(results: Results, measure: str, **settings: Any) -> dict[int, float]
 def differences(values: dict[int, float], base: dict[int, float]) -> list[float]:
     """Of each seed that both have."""
     return [values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())]
+
+
+def above_line(point: Point, line: Iterable[Point]) -> list[float]:
+    """How far a model is above others of the same cost, seed by seed.
+
+    Args:
+        point: its cost and its quality.
+        line: those of at least two others. It goes straight from one to the next, and on past the last.
+    """
+    line = list(line)
+    found = []
+    for seed, (x, y) in _both(*point).items():
+        others = sorted(_both(*other)[seed] for other in line if seed in _both(*other))
+        if len(others) > 1:
+            right = next((i for i, (cost, _) in enumerate(others) if i and cost >= x), len(others) - 1)
+            (x0, y0), (x1, y1) = others[right - 1 : right + 1]
+            found.append(y - (y0 + (x - x0) / (x1 - x0) * (y1 - y0)))
+    return found
+
+
+def _both(x: dict[int, float], y: dict[int, float]) -> dict[int, tuple[float, float]]:
+    return {seed: (x[seed], y[seed]) for seed in sorted(x.keys() & y.keys())}
 
 
 def best_rate(results: Results, measure: str, *, smallest: bool = False, **settings: Any) -> float:

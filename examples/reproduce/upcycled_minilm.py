@@ -30,7 +30,16 @@ from experiment import GLUE_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, budget_argument, read_json, run_script
-from summaries import at_budget, best_rate, by_seed, latest, time_and_machine, with_deviation
+from summaries import (
+    Point,
+    above_line,
+    at_budget,
+    best_rate,
+    by_seed,
+    latest,
+    time_and_machine,
+    with_deviation,
+)
 
 from hf_moa.markdown import table
 
@@ -287,20 +296,16 @@ def table_against_plain(results: Results, task: str) -> str:
 
 
 def above_plain(results: Results, task: str, budget: float | None, size: int) -> list[float]:
-    """Points of accuracy, seed by seed: the line goes straight from one plain model's time and accuracy
-    to the next one's, and on past the last."""
+    """Points of accuracy, seed by seed."""
     times = latest(results, task=task, latency_of_batch=size)
     if not times:
         return []
-    plain = sorted((times[model], accuracies(results, task, model, None)) for model in CUT)
-    time = times[at_budget(GATED, budget)]
-    right = next((i for i, (x, _) in enumerate(plain) if i and x >= time), len(plain) - 1)
-    (x0, y0), (x1, y1) = plain[right - 1 : right + 1]
-    return [
-        value - (y0[seed] + (time - x0) / (x1 - x0) * (y1[seed] - y0[seed]))
-        for seed, value in accuracies(results, task, GATED, budget).items()
-        if seed in y0 and seed in y1
-    ]
+
+    def point(model: str, budget: float | None) -> Point:
+        time = times[at_budget(model, budget)]
+        return dict.fromkeys(SEEDS, time), accuracies(results, task, model, budget)
+
+    return above_line(point(GATED, budget), (point(model, None) for model in CUT))
 
 
 def accuracies(results: Results, task: str, model: str, budget: float | None) -> dict[int, float]:

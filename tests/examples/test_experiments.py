@@ -96,14 +96,16 @@ def test_translation_specialisation_and_transfer(reproduce, data_dir, tmp_path, 
         del training.VARIANTS[name]
     training.SEEDS, training.STEPS = (1,), {"multi30k": 3, "tatoeba": 3}
     training.SMALL |= {"pairs": 20, "steps": 3}
-    training.VARIANTS_OF_SMALL = ("MAE-7",)
+    training.FASTER |= {"steps": 3}
+    training.VARIANTS_OF_SMALL = training.VARIANTS_OF_FASTER = ("MAE-7",)
     folders = ["--data_dir", data_dir, "--models_dir", str(tmp_path / "models")]
     results = tmp_path / "training.jsonl"
     training.EXPERIMENT.main([*folders, "--results", str(results)])
     rows = rows_of(results)
-    assert len(rows) == 4 + 1
-    assert all(row["measured"]["loss"] > 0 for row in rows)
-    assert report_of(training, results, tmp_path, capsys).count("| MAE-7 | 1 |") == 3
+    assert len(rows) == 4 + 1 + 1
+    losses = [row["measured"]["loss"] for row in rows]
+    assert len(set(losses)) == len(losses)  # the settings reach the training
+    assert report_of(training, results, tmp_path, capsys).count("| MAE-7 | 1 |") == 4
     left = {path.name for path in (tmp_path / "models" / "tatoeba" / "MAE-7-1").iterdir()}
     assert "model.safetensors" in left
     assert not any(name.startswith("step_") for name in left)
@@ -186,7 +188,8 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     module.VARIANTS |= {"wikitext-2": masked, "wikitext-103": other, "multi30k": translation}
     module.EXPERTS = (8, 32)
     for corpus, (rates, variants) in module.RATES.items():
-        module.RATES[corpus] = rates[:2], variants
+        kept = [variant for variant in variants if variant in module.VARIANTS[corpus]]
+        module.RATES[corpus] = rates[:2], kept
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
     rows = rows_of(results)
@@ -230,6 +233,7 @@ def test_language_models(reproduce, data_dir, tmp_path, capsys, name):
     module.FLAGS["config_overrides"] |= {"n_layer": 1, "n_positions": 16, "n_embd": 32}
     if name == "noisy_top_k":
         module.STEPS, module.LONG_STEPS = 2, 3
+        module.LOOKED_AT = (("noise alone", 2), ("importance loss alone", 2))
         variants = [*module.VARIANTS, *module.LONGER]
     else:
         module.FLAGS |= {"max_train_samples": 8, "num_train_epochs": 2}
@@ -237,6 +241,12 @@ def test_language_models(reproduce, data_dir, tmp_path, capsys, name):
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
     rows = rows_of(results)
+    if name == "noisy_top_k":
+        noisy, plain = (row["measured"] for row in rows[-2:])
+        assert set(noisy) == {"spread 1", "gap 1", "noise 1"} == {*plain, "noise 1"}
+        assert noisy["gap 1"] > 0
+        assert noisy["noise 1"] == pytest.approx(math.log(2), abs=0.1)  # where it starts
+        rows = rows[:-2]
     assert [row["settings"]["variant"] for row in rows] == variants
     assert all(row["measured"]["perplexity"] > 1 for row in rows)
     gated = "load_cv" if name == "noisy_top_k" else "entropy"
