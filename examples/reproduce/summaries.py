@@ -88,19 +88,15 @@ def above_line(point: Point, line: Iterable[Point]) -> list[float]:
         point: its cost and its quality.
         line: those of at least two others. It goes straight from one to the next, and on past the last.
     """
-    line = list(line)
+    line, (x, y) = list(line), point
     found = []
-    for seed, (x, y) in _both(*point).items():
-        others = sorted(_both(*other)[seed] for other in line if seed in _both(*other))
+    for seed in sorted(x.keys() & y.keys()):
+        others = sorted((xs[seed], ys[seed]) for xs, ys in line if seed in xs and seed in ys)
         if len(others) > 1:
-            right = next((i for i, (cost, _) in enumerate(others) if i and cost >= x), len(others) - 1)
+            right = next((i for i, (at, _) in enumerate(others) if i and at >= x[seed]), len(others) - 1)
             (x0, y0), (x1, y1) = others[right - 1 : right + 1]
-            found.append(y - (y0 + (x - x0) / (x1 - x0) * (y1 - y0)))
+            found.append(y[seed] - (y0 + (x[seed] - x0) / (x1 - x0) * (y1 - y0)))
     return found
-
-
-def _both(x: dict[int, float], y: dict[int, float]) -> dict[int, tuple[float, float]]:
-    return {seed: (x[seed], y[seed]) for seed in sorted(x.keys() & y.keys())}
 
 
 def best_rate(results: Results, measure: str, *, smallest: bool = False, **settings: Any) -> float:

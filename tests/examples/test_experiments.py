@@ -427,6 +427,16 @@ def test_table_pairs_the_seeds(reproduce, tmp_path):
     assert lines[4] == "| c | 0 | - | - |"
 
 
+def test_above_the_line_of_others(reproduce):
+    above_line = reproduce("summaries").above_line
+    line = [({1: 1.0, 2: 1.0}, {1: 10.0, 2: 0.0}), ({1: 3.0, 2: 2.0}, {1: 20.0, 2: 1.0})]
+    line.insert(0, ({1: 7.0}, {1: 24.0}))  # the order is that of x; seed 2 has no such
+    for x, expected in ((1.0, 10.0), (2.0, 15.0), (3.0, 20.0), (5.0, 22.0), (0.0, 5.0), (8.0, 25.0)):
+        assert above_line(({1: x, 3: x}, {1: 30.0, 3: 1.0}), line) == [30 - expected]
+    assert above_line(({1: 2.0, 2: 3.0}, {2: 2.5, 1: 15.0}), line) == [0, 0.5]
+    assert above_line(({1: 2.0}, {1: 15.0}), line[:1]) == []
+
+
 def test_shards_make_all_runs_once(reproduce, tmp_path, capsys):
     experiment = reproduce("experiment")
     made = []
