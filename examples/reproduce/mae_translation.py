@@ -54,6 +54,7 @@ VARIANTS: dict[str, Flags] = {
     "MAE-7, gate rate 10": {**BCD, "gate_learning_rate": 10},
     "MAE-7, gate rate 100": {**BCD, "gate_learning_rate": 100},
 }
+AGAINST_MAE_7 = ("MAE-7", "MAE-6", "UNI-MAE-7", "NOBCD")  # the first is what the others differ from
 OF_ONE_SEED = ("MAE-7, gate rate 10", "MAE-7, gate rate 100")
 
 
@@ -107,7 +108,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
 
 
 def report(results: Results, folder: Path) -> str:
-    """BLEU of each variant, its difference to BASE seed by seed, and the test loss."""
+    """BLEU and test loss of each variant, and the differences to BASE and to MAE-7, seed by seed."""
     columns = [
         Column("BLEU", "bleu", "{:.2f}", paired=True),
         Column("test loss", "loss", "{:.3f}", paired=True),
@@ -118,6 +119,7 @@ def report(results: Results, folder: Path) -> str:
         parts += [
             f"### {corpus}",
             variant_table(results, VARIANTS, columns, **common),
+            variant_table(results, AGAINST_MAE_7, columns, **common),
             time_and_machine(results, **common),
         ]
     parts += [

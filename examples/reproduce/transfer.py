@@ -32,7 +32,7 @@ from experiment import TATOEBA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, run_script
-from summaries import best_rate, by_seed, latest, time_and_machine, with_deviation
+from summaries import best_rate, by_seed, differences, latest, time_and_machine, with_deviation
 from translation_runs import FLAGS
 
 from hf_moa.markdown import table
@@ -213,16 +213,31 @@ def report(results: Results, folder: Path) -> str:
     for method, rates in METHODS.items():
         found = results.find(method=method)
         size = f"{found[0]['measured']['trainable_parameters']:,}" if found else "-"
-        if rates:
-            values = [bleus(results, method, fraction) for fraction in FRACTIONS]
-        else:
-            values = [bleus(results, method, 0.0)] * len(FRACTIONS)
         rate = f"{chosen_rate(results, method):g}" if rates else ""
-        rows.append([method, size, rate, *(with_deviation(each) for each in values)])
+        shown = (with_deviation(bleus(results, method, f).values()) for f in FRACTIONS)
+        rows.append([method, size, rate, *shown])
     heads = ["method", "trained parameters", "learning rate", *(f"{f:.0%}" for f in FRACTIONS)]
     return "\n\n".join(
-        [table(heads, rows), time_and_machine(results), "### By the experts' training", bases(results)]
+        [
+            table(heads, rows),
+            time_and_machine(results),
+            "Difference to FTG+, seed by seed:",
+            against_ftg_plus(results),
+            "### By the experts' training",
+            bases(results),
+        ]
     )
+
+
+def against_ftg_plus(results: Results) -> str:
+    """How far the other methods are above it."""
+    rows = []
+    for method in METHODS:
+        if method != "FTG+":
+            pairs = ((bleus(results, method, f), bleus(results, "FTG+", f)) for f in FRACTIONS)
+            apart = (with_deviation(differences(*pair), sign=True) for pair in pairs)
+            rows.append([method, *apart])
+    return table(["method", *(f"{f:.0%}" for f in FRACTIONS)], rows)
 
 
 def bases(results: Results) -> str:
@@ -234,17 +249,18 @@ def bases(results: Results) -> str:
     return table([f"base, seed {SEED_OF_OTHER_BASES}", *METHODS_OF_OTHER_BASES], rows)
 
 
-def bleus(results: Results, method: str, fraction: float) -> list[float]:
-    rate = chosen_rate(results, method)
+def bleus(results: Results, method: str, fraction: float) -> dict[int, float]:
+    """By seed; without any adaptation the same for every share of the data."""
+    rate, fraction = chosen_rate(results, method), fraction if METHODS[method] else 0.0
     found = by_seed(results, "bleu", method=method, fraction=fraction, learning_rate=rate, base=None)
-    return [value for seed, value in found.items() if seed in SEEDS]
+    return {seed: value for seed, value in found.items() if seed in SEEDS}
 
 
 def draw(results: Results, path: Path) -> None:
     """BLEU against the share of the data, in the form of the paper's figure 2."""
     figure, [axis] = panels(1)
-    for style, (method, rates) in enumerate(METHODS.items()):
-        points = [(100 * f, bleus(results, method, f if rates else 0.0)) for f in FRACTIONS]
+    for style, method in enumerate(METHODS):
+        points = [(100 * f, list(bleus(results, method, f).values())) for f in FRACTIONS]
         draw_line(axis, points, style, label=method)
     axis.set_xlabel("share of Multi30k's training data (%)")
     axis.set_ylabel("BLEU")
