@@ -86,12 +86,13 @@ def above_line(point: Point, line: Iterable[Point]) -> list[float]:
 
     Args:
         point: its cost and its quality.
-        line: those of at least two others. It goes straight from one to the next, and on past the last.
+        line: those of others, of at least two costs. It goes straight from one to the next, and on past
+            the last.
     """
     line, (x, y) = list(line), point
     found = []
     for seed in sorted(x.keys() & y.keys()):
-        others = sorted((xs[seed], ys[seed]) for xs, ys in line if seed in xs and seed in ys)
+        others = sorted({xs[seed]: ys[seed] for xs, ys in line if seed in xs and seed in ys}.items())
         if len(others) > 1:
             right = next((i for i, (at, _) in enumerate(others) if i and at >= x[seed]), len(others) - 1)
             (x0, y0), (x1, y1) = others[right - 1 : right + 1]

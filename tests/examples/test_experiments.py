@@ -300,12 +300,14 @@ def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):  # noqa: F81
     for name in ("plain, 3 layers", "plain, 2 layers"):
         del module.PLAIN[name]
     module.FINETUNED = (*module.PLAIN, module.CCT)
+    module.VARIANTS = (*module.FINETUNED, module.FROM_SCRATCH)
     module.PRETRAINING |= {"vocab_size": 300, "max_seq_length": 16, "per_device_train_batch_size": 4}
     module.PLAIN[module.LARGEST] = {"config_overrides": {"num_hidden_layers": 2}}
     module.FINETUNING |= {"max_seq_length": 16}
     task = {"max_train_samples": 8, "num_train_epochs": 1}
     squad = {**module.TASKS["squad"][1], **task, "doc_stride": 2}
     module.TASKS = {"mrpc": ("accuracy", task), "squad": ("f1", squad)}
+    module.PARTS = (None, *module.TASKS)
     data = tmp_path / "data"
     data.mkdir()
     (data / "wikitext-2").symlink_to(Path(data_dir, "wikitext-2"))
@@ -329,7 +331,7 @@ def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):  # noqa: F81
         *(f"CCT at {b:g}" for b in module.BUDGETS),
     }
     found = report_of(module, results, tmp_path, capsys)
-    assert found.count("| CCT at 0.33 |") == 2  # in pretraining, and in finetuning
+    assert found.count("| CCT at 0.33 |") == 3  # in pretraining, and in two tasks
     assert found.count("| CCT from scratch at 0.33 |") == 1
     assert (tmp_path / "quality.svg").is_file()
 
@@ -434,7 +436,8 @@ def test_above_the_line_of_others(reproduce):
     for x, expected in ((1.0, 10.0), (2.0, 15.0), (3.0, 20.0), (5.0, 22.0), (0.0, 5.0), (8.0, 25.0)):
         assert above_line(({1: x, 3: x}, {1: 30.0, 3: 1.0}), line) == [30 - expected]
     assert above_line(({1: 2.0, 2: 3.0}, {2: 2.5, 1: 15.0}), line) == [0, 0.5]
-    assert above_line(({1: 2.0}, {1: 15.0}), line[:1]) == []
+    for short in (line[:1], [line[0], line[0]]):  # of one cost there is no line
+        assert above_line(({1: 2.0}, {1: 15.0}), short) == []
 
 
 def test_shards_make_all_runs_once(reproduce, tmp_path, capsys):
