@@ -104,6 +104,7 @@ def test_translation_specialisation_and_transfer(reproduce, data_dir, tmp_path, 
     rows = rows_of(results)
     assert len(rows) == 4 + 1 + 1
     losses = [row["measured"]["loss"] for row in rows]
+    assert all(loss > 0 for loss in losses)
     assert len(set(losses)) == len(losses)  # the settings reach the training
     assert report_of(training, results, tmp_path, capsys).count("| MAE-7 | 1 |") == 2 * 2 + 1 + 1
     left = {path.name for path in (tmp_path / "models" / "tatoeba" / "MAE-7-1").iterdir()}
