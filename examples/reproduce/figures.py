@@ -1,12 +1,14 @@
-"""Lines with error bars, in one style."""
+"""Lines with error bars, and dots for the seeds of variants, in one style."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from summaries import mean_and_deviation
+from runs import Results
+from summaries import Column, mean_and_deviation, scaled_by_seed
 
 # Okabe and Ito's colours, and markers, for print and for the colour-blind
 STYLES = (
@@ -20,15 +22,58 @@ STYLES = (
 )
 
 
-def panels(count: int) -> tuple[Any, list[Any]]:
-    """A figure of so many panels side by side."""
+@dataclass(frozen=True)
+class Panel:
+    """One measure of variants.
+
+    Attributes:
+        column: what is measured, as in the table.
+        title: of the panel.
+        settings: that all runs of the panel have.
+    """
+
+    column: Column
+    title: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def draw_variants(
+    results: Results, variants: Iterable[str], measures: Sequence[Panel], path: Path
+) -> None:
+    """A line for each variant, the first on top; every seed is a dot, their mean a stroke."""
+    variants = list(variants)
+    names, lines = max(map(len, variants)), len(variants)
+    figure, axes = panels(len(measures), (3.2, 0.9 + 0.3 * lines), names=0.08 * names, sharey=True)
+    for axis, panel in zip(axes, measures, strict=True):
+        for place, variant in enumerate(variants):
+            found = scaled_by_seed(results, panel.column, variant=variant, **panel.settings)
+            values = list(found.values())
+            (colour, marker), height = STYLES[1], [place] * len(values)
+            axis.plot(values, height, marker, color=colour, markersize=5, alpha=0.6)
+            if values:
+                mean, _ = mean_and_deviation(values)
+                axis.plot(mean, place, "|", color="black", markersize=12)
+        axis.set_title(panel.title)
+        axis.set_xlabel(panel.column.name)
+    axes[0].set_yticks(range(len(variants)), variants)
+    axes[0].set_ylim(lines - 0.5, -0.5)
+    save(figure, axes, path)
+
+
+def panels(
+    count: int, size: tuple[float, float] = (4.6, 3.8), *, names: float = 0.0, sharey: bool = False
+) -> tuple[Any, list[Any]]:
+    """A figure of so many panels side by side, of this size each, and names left of them (inches)."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    size = (4.6 * count, 3.8)
-    figure, axes = pyplot.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
+    width, height = size
+    size = (names + width * count, height)
+    figure, axes = pyplot.subplots(
+        1, count, figsize=size, layout="constrained", squeeze=False, sharey=sharey
+    )
     return figure, list(axes[0])
 
 

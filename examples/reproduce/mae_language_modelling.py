@@ -19,6 +19,7 @@ from pathlib import Path
 
 from corpora import wikitext
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
+from figures import Panel, draw_variants
 from gate_measures import mae_gates, tables_of
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, run_script
@@ -83,11 +84,13 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
 
 
 def report(results: Results, folder: Path) -> str:
+    """The table in Markdown; the figure is written to `folder`."""
     columns = [
         Column("perplexity", "perplexity", "{:.2f}", paired=True),
         Column("gate entropy (uniform: 2.079)", "entropy", "{:.3f}"),
         Column("positions of the most used expert", "largest_share", "{:.0%}"),
     ]
+    draw_variants(results, VARIANTS, [Panel(each) for each in columns[:2]], folder / "perplexity.svg")
     found = variant_table(results, VARIANTS, columns, blocks=BLOCKS, epochs=EPOCHS)
     return f"{found}\n\n{time_and_machine(results)}"
 

@@ -22,10 +22,12 @@ that which `moa_scaling.py` chose for plain attention on the validation text, tw
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from experiment import TATOEBA_DIR, Experiment, Phase
+from figures import Panel, draw_variants
 from runs import Results, Settings
 from scripts import Flags, run_folder
 from summaries import Column, time_and_machine, variant_table
@@ -108,29 +110,37 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
 
 
 def report(results: Results, folder: Path) -> str:
-    """BLEU and test loss of each variant, and the differences to BASE and to MAE-7, seed by seed."""
-    columns = [
-        Column("BLEU", "bleu", "{:.2f}", paired=True),
-        Column("test loss", "loss", "{:.3f}", paired=True),
-    ]
-    parts = []
-    for corpus in CORPORA:
-        common = {"corpus": corpus, "steps": STEPS[corpus], "pairs": None, "learning_rate": None}
+    """BLEU and test loss of each variant, and the differences to BASE and to MAE-7, seed by seed; the
+    figure is written to `folder`."""
+    bleu = Column("BLEU", "bleu", "{:.2f}", paired=True)
+    columns = [bleu, Column("test loss", "loss", "{:.3f}", paired=True)]
+    parts, measures = [], []
+    for title, settings, tables in groups():
+        measures.append(Panel(bleu, title, settings))
         parts += [
-            f"### {corpus}",
-            variant_table(results, VARIANTS, columns, **common),
-            variant_table(results, AGAINST_MAE_7, columns, **common),
-            time_and_machine(results, **common),
+            f"### {title}",
+            *(variant_table(results, variants, columns, **settings) for variants in tables),
+            time_and_machine(results, **settings),
         ]
-    parts += [
-        f"### {SMALL['corpus']}, the first {SMALL['pairs']:,} pairs",
-        variant_table(results, VARIANTS_OF_SMALL, columns, **SMALL),
-        time_and_machine(results, **SMALL),
-        f"### {FASTER['corpus']}, learning rate {FASTER['learning_rate']:g}",
-        variant_table(results, VARIANTS_OF_FASTER, columns, **FASTER),
-        time_and_machine(results, **FASTER),
-    ]
+    draw_variants(results, VARIANTS, measures, folder / "bleu.svg")
     return "\n\n".join(parts)
+
+
+def groups() -> list[tuple[str, Settings, list[Iterable[str]]]]:
+    """Title, settings and the variants of each table of the runs that the report shows together."""
+    usual = {"pairs": None, "learning_rate": None}
+    return [
+        *(
+            (corpus, {"corpus": corpus, "steps": STEPS[corpus], **usual}, [VARIANTS, AGAINST_MAE_7])
+            for corpus in CORPORA
+        ),
+        (f"{SMALL['corpus']}, the first {SMALL['pairs']:,} pairs", SMALL, [VARIANTS_OF_SMALL]),
+        (
+            f"{FASTER['corpus']}, learning rate {FASTER['learning_rate']:g}",
+            FASTER,
+            [VARIANTS_OF_FASTER],
+        ),
+    ]
 
 
 EXPERIMENT = Experiment(

@@ -20,6 +20,7 @@ from pathlib import Path
 from unittest import mock
 
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
+from figures import Panel, draw_variants
 from moa_scaling import MASKED, MHA, bert_moa
 from runs import Results, Settings, each_seed, run_arguments
 from scripts import Flags, merged
@@ -76,7 +77,9 @@ def smaller_output_projections() -> Iterator[None]:
 
 
 def report(results: Results, folder: Path) -> str:
+    """The table in Markdown; the figure is written to `folder`."""
     columns = [Column("perplexity", "perplexity", "{:.1f}", paired=True)]
+    draw_variants(results, VARIANTS, [Panel(each) for each in columns], folder / "perplexity.svg")
     return f"{variant_table(results, VARIANTS, columns)}\n\n{time_and_machine(results)}"
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from corpora import read_lines
 from experiment import DATA_DIR, WORK_DIR, Experiment, Phase
+from figures import Panel, draw_variants
 from gate_measures import LOAD_CV, LOAD_MAX, UNUSED, balance, tables_of
 from runs import Results, Settings, each_seed, run_arguments
 from scripts import Flags, merged
@@ -164,13 +165,15 @@ def measure_routers(settings: Settings, options: argparse.Namespace) -> dict[str
 
 
 def report(results: Results, folder: Path) -> str:
-    columns = [
-        Column("parameters", "parameters", "{:,.0f}"),
-        Column("perplexity", "perplexity", "{:.2f}", paired=True),
-        LOAD_CV,
-        LOAD_MAX,
-        UNUSED,
+    """Tables in Markdown; the figure is written to `folder`."""
+    perplexity = Column("perplexity", "perplexity", "{:.2f}", paired=True)
+    columns = [Column("parameters", "parameters", "{:,.0f}"), perplexity, LOAD_CV, LOAD_MAX, UNUSED]
+    measures = [
+        Panel(column, f"{steps:,} updates", {"steps": steps})
+        for steps in (STEPS, LONG_STEPS)
+        for column in (perplexity, LOAD_CV)
     ]
+    draw_variants(results, VARIANTS, measures, folder / "load.svg")
     return "\n\n".join(
         [
             variant_table(results, VARIANTS, columns, steps=STEPS),

@@ -17,6 +17,7 @@ from typing import Any
 
 import mae_translation
 from experiment import TATOEBA_DIR, Experiment, Phase
+from figures import Panel, draw_variants
 from gate_measures import mae_gates, tables_of
 from runs import Results, Settings
 from summaries import Column, time_and_machine, variant_table
@@ -86,19 +87,23 @@ def layers(tables: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def report(results: Results, folder: Path) -> str:
-    columns = [
-        *(
-            Column(f"entropy, {name}", f"{part} entropy", "{:.3f}")
-            for part, name in {"": "all layers", **PARTS}.items()
-        ),
-        Column("inputs of the most used expert", "largest_share", "{:.0%}"),
-        Column("BLEU", "bleu mixture", "{:.2f}"),
+    """Tables in Markdown; a figure for each corpus is written to `folder`."""
+    entropy = Column("entropy (uniform: 2.079)", "entropy", "{:.3f}")
+    drops = [
         Column("drop with the expert of the largest gate", "drop argmax", "{:.2f}"),
         Column("drop with a random one", "drop random", "{:.2f}"),
     ]
-    columns[0] = Column("entropy (uniform: 2.079)", "entropy", "{:.3f}")
+    columns = [
+        entropy,
+        *(Column(f"entropy, {name}", f"{part} entropy", "{:.3f}") for part, name in PARTS.items()),
+        Column("inputs of the most used expert", "largest_share", "{:.0%}"),
+        Column("BLEU", "bleu mixture", "{:.2f}"),
+        *drops,
+    ]
     parts = []
     for corpus in CORPORA:
+        measures = [Panel(each, settings={"corpus": corpus}) for each in (entropy, *drops)]
+        draw_variants(results, VARIANTS, measures, folder / f"{corpus}.svg")
         parts += [f"### {corpus}", variant_table(results, VARIANTS, columns, corpus=corpus)]
         for variant in VARIANTS:
             rows = results.find(corpus=corpus, variant=variant, **SHOWN)
