@@ -156,6 +156,18 @@ class FTGLayer(nn.Module, BaseTunerLayer):
         self.merged_adapters.clear()
         self.train(self.training)
 
+    def _move_adapter_to_device_of_base_layer(
+        self, adapter_name: str, device: torch.device | None = None
+    ) -> None:
+        """As PEFT's, which `low_cpu_mem_usage` calls; but the copy keeps its dtype, float32 beside a
+        bfloat16 base, where PEFT rounds what was loaded."""
+        if adapter_name not in self.ftg_modules:
+            return
+        copy = self.ftg_modules[adapter_name]
+        places = [parameter.device for parameter in self.get_base_layer().parameters()]
+        if places and not any(parameter.is_meta for parameter in copy.parameters()):
+            copy.to(places[0] if device is None else device)
+
     def _apply(self, *args: Any, **kwargs: Any) -> FTGLayer:
         # casts and moves reach the base that a merged adapter stands for, too
         for module in self._unmerged_base:

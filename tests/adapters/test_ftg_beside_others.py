@@ -7,7 +7,7 @@ import pytest
 import torch
 from adapted import VARIANTS, adapted, each_backbone, each_variant, needs_peft_of_transformers, predict
 from families import CASE
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from training_runs import CLASSES, build, run
 
 from hf_moa import FTGConfig
@@ -68,6 +68,29 @@ def test_half_precision_base_with_full_precision_gates(name, variant, tmp_path):
     assert actual.isfinite().all()
     if "cct" not in variant:  # whose hard gates fall either way
         assert (actual - reference).abs().float().mean() < 0.1 * reference.abs().float().mean()
+
+
+@each_backbone
+@each_variant
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_full_precision_loads_beside_a_half_precision_base(name, variant, low_memory, tmp_path):
+    build(name, **VARIANTS[variant]).save_pretrained(tmp_path / "base")
+
+    def load():
+        return CLASSES[name].gated.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+
+    model = get_peft_model(load(), FTGConfig(plus=True))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # to what bfloat16 cannot hold
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    trained = get_peft_model_state_dict(model)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(load(), tmp_path / "adapter", low_cpu_mem_usage=low_memory)
+    for key, tensor in get_peft_model_state_dict(loaded).items():
+        assert tensor.dtype == trained[key].dtype
+        assert torch.equal(tensor, trained[key]), key
+    assert torch.equal(predict(name, loaded.eval()), predict(name, model.eval()))
 
 
 @needs_peft_of_transformers
