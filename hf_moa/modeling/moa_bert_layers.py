@@ -81,7 +81,7 @@ class MoaBertSublayerOutput(nn.Module):
         """The sub-layer's input."""
         return self.LayerNorm(hidden_states) if self.pre_norm else hidden_states
 
-    def after(self, update: Tensor, hidden_states: Tensor) -> Tensor:
+    def forward(self, update: Tensor, hidden_states: Tensor) -> Tensor:
         """The layer's stream with the sub-layer's `update` added."""
         hidden_states = self.dropout(update) + hidden_states
         return hidden_states if self.pre_norm else self.LayerNorm(hidden_states)
@@ -111,7 +111,7 @@ class MoaBertAttention(nn.Module):
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, dict[str, Any]]:
         result: AttentionResult = self.self(self.output.before(hidden_states), *args, **kwargs)
         update = self.self.update(self.output.dense, result)
-        return self.output.after(update, hidden_states), result.record
+        return self.output(update, hidden_states), result.record
 
 
 class MoaBertLayer(GradientCheckpointingLayer):
@@ -210,7 +210,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
                 down=self.output.dense,
                 gate=self.feed_forward_gate,
             )
-        return self.output.after(update, hidden_states), record
+        return self.output(update, hidden_states), record
 
     def _dense(self, hidden_states: Tensor) -> Tensor:
         return self.output.dense(self.intermediate(hidden_states))

@@ -110,7 +110,7 @@ class MoaGPT2MLP(GPT2MLP):
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        return gated_dense(
+        update, record = gated_dense(
             hidden_states,
             padding_mask,
             up=[self.c_fc],
@@ -118,6 +118,7 @@ class MoaGPT2MLP(GPT2MLP):
             down=self.c_proj,
             gate=self.gate,
         )
+        return self.dropout(update), record
 
 
 class MoaGPT2Block(GradientCheckpointingLayer):
@@ -144,8 +145,10 @@ class MoaGPT2Block(GradientCheckpointingLayer):
             activation=config.activation_function,
             norm=norm,
         )
-        self.mlp = MoaGPT2MLP(config) if mlp is None else mlp
-        self.mlp_dropout = nn.Dropout(config.resid_pdrop)
+        if mlp is None:
+            self.mlp, self.mlp_dropout = MoaGPT2MLP(config), nn.Identity()  # which has its own
+        else:
+            self.mlp, self.mlp_dropout = mlp, nn.Dropout(config.resid_pdrop)
 
     @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase

@@ -46,6 +46,23 @@ def test_plain_path_is_the_backbone(case):
 
 
 @each_class
+def test_modules_of_the_backbone_are_at_work(case):
+    """Who hooks or replaces one, say a dropout, finds it called."""
+    inputs = case.inputs() | case.labels()
+    plain, gated = (_called(model, inputs) for model in (case.build_plain(), case.gated(case.config())))
+    assert any("dropout" in name for name in plain)
+    assert plain <= gated
+
+
+def _called(model, inputs):
+    names = set()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *args, name=name: names.add(name))
+    model.train()(**inputs)
+    return names
+
+
+@each_class
 def test_checkpoint_of_the_backbone_loads_into_mae_unchanged(case, tmp_path):
     reference = case.build_plain()
     reference.save_pretrained(tmp_path)
