@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from math import comb
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ MAE_GATE_TYPES = ("learned", "uniform")
 ROUTER_TYPES = ("topk", "noisy_topk")
 FFN_TYPES = ("dense", "moe")
 CCT_EXECUTIONS = ("auto", "sparse", "dense")
+MOST_MAE_EXPERTS = 65_536  # of a layer: each is a row of a table, and an output of the gate
 
 # The fields of `outputs.GatingOutput` and `GatingSeq2SeqOutput`; `Trainer` must not collect them
 # into predictions.
@@ -291,6 +293,14 @@ class GatingConfig:
                 "mae_num_dropped_heads",
                 f"must be below num_attention_heads={heads}, so that an expert keeps a head",
             )
+        experts = comb(heads, self.mae_num_dropped_heads)
+        if self.attention_type == "mae" and experts > MOST_MAE_EXPERTS:
+            fail(
+                self,
+                "mae_num_dropped_heads",
+                f"must give at most {MOST_MAE_EXPERTS:,} experts, one for each choice of so many of "
+                f"num_attention_heads={heads} heads: these are {experts:,}",
+            )
 
     def _validate_routing(self) -> None:
         if self.router_load_loss_coef > 0 and self.router_type != "noisy_topk":
@@ -369,8 +379,12 @@ def check_bool(config: Any, name: str) -> None:
 
 
 def fail(config: Any, name: str, rule: str) -> None:
-    """Raise the ValueError of a field that breaks its rule."""
-    raise ValueError(f"{type(config).__name__}.{name} {rule} (got {getattr(config, name)!r}).")
+    """Raise the ValueError of a field that breaks its rule. It names the field as its backbone does, and
+    as the other backbones do."""
+    own = config.attribute_map.get(name, name)
+    names = [own, *(other for other, mapped in config.attribute_map.items() if mapped == own)]
+    name = names[0] if len(names) == 1 else f"{names[0]} ({', '.join(names[1:])})"
+    raise ValueError(f"{type(config).__name__}.{name} {rule} (got {getattr(config, own)!r}).")
 
 
 def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:
