@@ -36,12 +36,16 @@ class GatedGenerationMixin(GenerationMixin):
         if budget is not None:
             # beams repeat the rows of every tensor, and a scalar has none
             is_scalar = isinstance(budget, Tensor) and budget.ndim == 0
-            kwargs["budget"] = budget.item() if is_scalar else budget
+            kwargs["budget"] = budget = budget.item() if is_scalar else budget
+            self._check_budget(budget)
         encoded = kwargs.get("encoder_outputs")
         if isinstance(encoded, dict):  # the same of its losses
             rows = {k: v for k, v in encoded.items() if not isinstance(v, Tensor) or v.ndim > 0}
             kwargs["encoder_outputs"] = type(encoded)(**rows)
         return super().generate(*args, **kwargs)
+
+    def _check_budget(self, budget: Any) -> None:
+        """Refuse what the first forward would take, and a later one would not."""
 
     @takes_cache_by_any_name
     def prepare_inputs_for_generation(

@@ -291,6 +291,15 @@ def test_budget_of_generation_is_a_pair_for_t5():
     assert torch.equal(beams[0], same[0])
 
 
+@pytest.mark.parametrize("budget", [0.5, 0.25, (1, 0.25), torch.tensor([1, 1, 0.5])], ids=str)
+def test_generation_of_t5_refuses_by_its_list_of_pairs(budget):
+    """Also what the encoder, which runs first, would take."""
+    case = GENERATORS["t5"]
+    model = build(case, cct_budgets=[[1, 1], [1, 0.5], [0.5, 0.25]])
+    with pytest.raises(ValueError, match=r"\[\(1.0, 1.0\), \(1.0, 0.5\), \(0.5, 0.25\)\]"):
+        model.generate(**prompt(case), **LENGTH, budget=budget)
+
+
 @each_family
 @pytest.mark.parametrize("kind", [torch.tensor, np.float32], ids=["tensor", "numpy"])
 def test_budget_may_be_a_scalar_of_another_library(case, kind):
