@@ -137,7 +137,8 @@ def _plain_name(name: str, family: Family) -> str:
     if plain not in family.tasks.values():
         raise ValueError(
             f"There is no gated class for {name!r}; there is one for "
-            f"{', '.join(family.tasks.values())}. For a path, choose one with task= or model_class=."
+            f"{', '.join(family.tasks.values())}. Of a path, choose one with task= or model_class=; of "
+            "a model, take its `base_model`."
         )
     return plain
 

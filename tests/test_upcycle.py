@@ -355,8 +355,10 @@ def test_bad_arguments(fields, message):
 
 
 def test_bad_sources(tmp_path):
-    with pytest.raises(ValueError, match="BertLMHeadModel"):
-        upcycle(source_of(BertLMHeadModel, is_decoder=True), "mae")
+    decoder = source_of(BertLMHeadModel, is_decoder=True)
+    with pytest.raises(ValueError, match=r"'BertLMHeadModel'.*`base_model`"):
+        upcycle(decoder, "mae")
+    assert upcycle(decoder.base_model, "mae").config.is_decoder
     with pytest.raises(ValueError, match="GPT2DoubleHeadsModel"):
         upcycle(GPT2DoubleHeadsModel(CASE["GPT2LMHeadModel"].build_plain().config), "mae")
     with pytest.raises(ValueError, match="'bert', 'gpt2', 't5'"):
