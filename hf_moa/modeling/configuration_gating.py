@@ -381,10 +381,11 @@ def check_bool(config: Any, name: str) -> None:
 def fail(config: Any, name: str, rule: str) -> None:
     """Raise the ValueError of a field that breaks its rule. It names the field as its backbone does, and
     as the other backbones do."""
-    own = config.attribute_map.get(name, name)
-    names = [own, *(other for other, mapped in config.attribute_map.items() if mapped == own)]
-    name = names[0] if len(names) == 1 else f"{names[0]} ({', '.join(names[1:])})"
-    raise ValueError(f"{type(config).__name__}.{name} {rule} (got {getattr(config, own)!r}).")
+    other_names = getattr(config, "attribute_map", {})
+    own = other_names.get(name, name)
+    others = [other for other, mapped in other_names.items() if mapped == own]
+    also = f"; {own} is {' and '.join(others)}, too" if others else ""
+    raise ValueError(f"{type(config).__name__}.{own} {rule} (got {getattr(config, own)!r}){also}.")
 
 
 def _check_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:
