@@ -41,15 +41,14 @@ def draw_variants(
     results: Results, variants: Iterable[str], measures: Sequence[Panel], path: Path
 ) -> None:
     """A line for each variant, the first on top; every seed is a dot, their mean a stroke."""
-    variants = list(variants)
+    variants, (colour, marker) = list(variants), STYLES[1]
     names, lines = max(map(len, variants)), len(variants)
     figure, axes = panels(len(measures), (3.2, 0.9 + 0.3 * lines), names=0.08 * names, sharey=True)
     for axis, panel in zip(axes, measures, strict=True):
         for place, variant in enumerate(variants):
             found = scaled_by_seed(results, panel.column, variant=variant, **panel.settings)
             values = list(found.values())
-            (colour, marker), height = STYLES[1], [place] * len(values)
-            axis.plot(values, height, marker, color=colour, markersize=5, alpha=0.6)
+            axis.plot(values, [place] * len(values), marker, color=colour, markersize=5, alpha=0.6)
             if values:
                 mean, _ = mean_and_deviation(values)
                 axis.plot(mean, place, "|", color="black", markersize=12)

@@ -90,8 +90,10 @@ def report(results: Results, folder: Path) -> str:
         Column("gate entropy (uniform: 2.079)", "entropy", "{:.3f}"),
         Column("positions of the most used expert", "largest_share", "{:.0%}"),
     ]
-    draw_variants(results, VARIANTS, [Panel(each) for each in columns[:2]], folder / "perplexity.svg")
-    found = variant_table(results, VARIANTS, columns, blocks=BLOCKS, epochs=EPOCHS)
+    size = {"blocks": BLOCKS, "epochs": EPOCHS}
+    measures = [Panel(each, settings=size) for each in columns[:2]]
+    draw_variants(results, VARIANTS, measures, folder / "perplexity.svg")
+    found = variant_table(results, VARIANTS, columns, **size)
     return f"{found}\n\n{time_and_machine(results)}"
 
 

@@ -287,20 +287,21 @@ class GatingConfig:
                     "num_attention_experts",
                     f"must be at least num_attention_heads={heads}, the heads active per token",
                 )
-        if self.attention_type == "mae" and self.mae_num_dropped_heads >= heads:
-            fail(
-                self,
-                "mae_num_dropped_heads",
-                f"must be below num_attention_heads={heads}, so that an expert keeps a head",
-            )
-        experts = comb(heads, self.mae_num_dropped_heads)
-        if self.attention_type == "mae" and experts > MOST_MAE_EXPERTS:
-            fail(
-                self,
-                "mae_num_dropped_heads",
-                f"must give at most {MOST_MAE_EXPERTS:,} experts, one for each choice of so many of "
-                f"num_attention_heads={heads} heads: these are {experts:,}",
-            )
+        if self.attention_type == "mae":
+            if self.mae_num_dropped_heads >= heads:
+                fail(
+                    self,
+                    "mae_num_dropped_heads",
+                    f"must be below num_attention_heads={heads}, so that an expert keeps a head",
+                )
+            experts = comb(heads, self.mae_num_dropped_heads)
+            if experts > MOST_MAE_EXPERTS:
+                fail(
+                    self,
+                    "mae_num_dropped_heads",
+                    f"must give at most {MOST_MAE_EXPERTS:,} experts, one for each choice of so many of "
+                    f"num_attention_heads={heads} heads: these are {experts:,}",
+                )
 
     def _validate_routing(self) -> None:
         if self.router_load_loss_coef > 0 and self.router_type != "noisy_topk":

@@ -164,9 +164,9 @@ class FTGLayer(nn.Module, BaseTunerLayer):
         if adapter_name not in self.ftg_modules:
             return
         copy = self.ftg_modules[adapter_name]
-        places = [parameter.device for parameter in self.get_base_layer().parameters()]
-        if places and not any(parameter.is_meta for parameter in copy.parameters()):
-            copy.to(places[0] if device is None else device)
+        base = next(self.get_base_layer().parameters(), None)
+        if base is not None and not any(parameter.is_meta for parameter in copy.parameters()):
+            copy.to(base.device if device is None else device)
 
     def _apply(self, *args: Any, **kwargs: Any) -> FTGLayer:
         # casts and moves reach the base that a merged adapter stands for, too

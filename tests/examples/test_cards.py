@@ -25,14 +25,15 @@ def measured(text):
 def test_card_and_report_agree(import_anew, tmp_path, capsys, name):
     card = ROOT / "model_cards" / f"{name}.md"
     import_anew(FOLDER)(name).EXPERIMENT.main(["--report", str(tmp_path)])
-    report, shown = measured(capsys.readouterr().out), measured(card.read_text(encoding="utf-8"))
+    text = card.read_text(encoding="utf-8")
+    report, shown = measured(capsys.readouterr().out), measured(text)
     assert len(shown) > 3
     if name not in HAS_OTHERS:
         assert shown - report == set(), "in the card, but not in the report"
     if name not in PART_IS_SHOWN:
         assert report - shown == set(), "in the report, but not in the card"
     for figure in tmp_path.glob("*.svg"):
-        assert f"]({name}/{figure.name})" in card.read_text(encoding="utf-8")
+        assert f"]({name}/{figure.name})" in text
         assert (card.with_suffix("") / figure.name).is_file()
 
 
