@@ -15,7 +15,8 @@
 MoA's heads are larger than those of multi-head attention, and smaller the more its routers compute, so
 that attention computes as much (`attention_flops` per token, at the length of the texts). The learning
 rates of both kinds of attention are chosen first, on the validation text and with a seed that the report
-leaves out. A run that was stopped goes on where it was. The report:
+leaves out; two variants that take over another's are tried at all of them too. A run that was stopped
+goes on where it was. The report:
 
     python examples/reproduce/moa_scaling.py --report model_cards/moa_scaling
 """
@@ -101,6 +102,8 @@ RATES: dict[str, tuple[tuple[float, ...], tuple[str, ...]]] = {
     "wikitext-2": ((1e-3, 2e-3, 4e-3, 8e-3), ("MHA", "MoA 8 of 32")),
     "multi30k": ((1e-2, 3e-2, 6e-2, 1e-1), ("MHA", "MoA 8K8E", "MoA 8K16E")),
 }
+# variants that are tried at the same rates, to see whether they would have wanted another
+CHECKED = {"wikitext-2": ("MoA 8 of 64", "MoA 32 of 32")}
 # few layers and small batches, for many updates: each expert learns from a share of the tokens alone
 MASKED: Flags = merged(
     SMALL_BERT,
@@ -118,7 +121,7 @@ def tuning_runs(results: Results) -> list[Settings]:
             **TUNING,
         }
         for corpus, (rates, variants) in RATES.items()
-        for variant in variants
+        for variant in (*variants, *CHECKED.get(corpus, ()))
         for rate in rates
     ]
 

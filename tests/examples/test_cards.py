@@ -10,9 +10,8 @@ FOLDER = ROOT / "examples" / "reproduce"
 EXPERIMENTS = sorted(
     path.stem for path in FOLDER.glob("*.py") if "EXPERIMENT = Experiment(" in path.read_text()
 )
-# whose report has tables that the card has not: further ones, or such as have no runs yet
-PART_IS_SHOWN = {"specialisation", "noisy_top_k"}
-HAS_OTHERS = {"noisy_top_k"}  # whose card has a table of a command of its own
+# whose report has further tables, which the card has not
+PART_IS_SHOWN = {"specialisation"}
 MEASURED = re.compile(r"^\|.*|^.*\d+ runs, .* hours.*", re.MULTILINE)
 
 
@@ -28,8 +27,7 @@ def test_card_and_report_agree(import_anew, tmp_path, capsys, name):
     text = card.read_text(encoding="utf-8")
     report, shown = measured(capsys.readouterr().out), measured(text)
     assert len(shown) > 3
-    if name not in HAS_OTHERS:
-        assert shown - report == set(), "in the card, but not in the report"
+    assert shown - report == set(), "in the card, but not in the report"
     if name not in PART_IS_SHOWN:
         assert report - shown == set(), "in the report, but not in the card"
     for figure in tmp_path.glob("*.svg"):
