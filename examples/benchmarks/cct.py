@@ -13,14 +13,15 @@ from hf_moa import MoaBertConfig, MoaBertModel
 from hf_moa.modeling.cct import ControlNetwork
 from hf_moa.timing import compare
 
-SIZES = ((384, 12), (768, 12))  # d, h
-BATCHES = (8, 32)
+SIZES = {"cpu": ((384, 12), (768, 12)), "cuda": ((768, 12), (1024, 16))}  # d, h
+BATCHES = {"cpu": (8, 32), "cuda": (32, 256)}
 SHARES = (1.0, 0.8, 0.5, 0.33, 0.2, 0.1)
 
 
 def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
     """6 layers, 128 tokens. Control networks are computed, and their decisions replaced."""
-    for hidden_size, heads in SIZES:
+    device = torch.get_default_device().type
+    for hidden_size, heads in SIZES[device]:
         sizes = {
             "hidden_size": hidden_size,
             "num_attention_heads": heads,
@@ -32,7 +33,7 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
         gated = MoaBertModel(MoaBertConfig(cct_budgets=[1, 0.5], cct_sublayer_norm=False, **sizes)).to(
             dtype
         )
-        for batch in BATCHES:
+        for batch in BATCHES[device]:
             ids = torch.randint(0, 1000, (batch, 128))
             for share in SHARES:
                 candidates: dict[str, Callable] = {"BertModel": forward(plain, ids)}

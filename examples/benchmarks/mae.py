@@ -15,13 +15,16 @@ from hf_moa.modeling.moa_bert_layers import MoaBertLayer
 from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Block
 from hf_moa.timing import compare
 
-SIZES = ((384, 12), (512, 8), (768, 12))  # d, h
+# d, h
+SIZES = {"cpu": ((384, 12), (512, 8), (768, 12)), "cuda": ((768, 12), (1024, 16))}
+BATCH = {"cpu": (8, 128), "cuda": (64, 256)}  # sequences, tokens
 
 
 def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
-    """Layers at batch 8 with 128 tokens."""
-    for hidden_size, heads in SIZES:
-        x = torch.randn(8, 128, hidden_size, dtype=dtype)
+    """Layers, forward and with backward."""
+    device = torch.get_default_device().type
+    for hidden_size, heads in SIZES[device]:
+        x = torch.randn(*BATCH[device], hidden_size, dtype=dtype)
         for kind, layers in (("bidirectional", bert_layers), ("causal", gpt2_layers)):
             for training in (False, True):
                 what = "training" if training else "inference"

@@ -55,7 +55,7 @@ def training_step(
     model.train()
 
     def run():
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with torch.autocast(batch["input_ids"].device.type, dtype, enabled=dtype != torch.float32):
             loss = model(**batch).loss
         loss.backward()
         model.zero_grad(set_to_none=True)

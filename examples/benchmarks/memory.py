@@ -58,7 +58,7 @@ def peak_of_training(model: nn.Module, dtype: torch.dtype) -> int:
 
     def step():
         model.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
             output = model(ids, **inputs)
         loss = output[0].float().mean()
         aux_loss = output.get("aux_loss")
@@ -77,8 +77,13 @@ def peak_table(peaks: dict[str, int], *, group: str, title: str) -> Table:
 
 
 def peak_of(function: Callable[[], object]) -> int:
-    """The most bytes that a call has allocated at once on the CPU, those of its own operators'
-    workspaces included."""
+    """The most bytes that a call has allocated at once, those of its own operators' workspaces
+    included."""
+    if torch.get_default_device().type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        return torch.cuda.max_memory_allocated() - before
     with profile(profile_memory=True) as profiler:
         function()
     events = [

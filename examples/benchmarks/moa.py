@@ -2,6 +2,7 @@
 against transformers' JetMoE."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from layers import step
@@ -17,19 +18,38 @@ from hf_moa.modeling.moa_bert_layers import MoaBertAttention
 from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Attention
 from hf_moa.timing import compare
 
-HIDDEN_SIZE, HEADS, HEAD_DIM = 512, 8, 64
-EXPERTS = (8, 16, 32, 64)
+HEAD_DIM = 64
+
+
+class Size(NamedTuple):
+    """Of the layers, and of what they are given. There are as many active heads as make up d."""
+
+    hidden_size: int
+    batch: int
+    length: int
+
+    @property
+    def heads(self) -> int:
+        return self.hidden_size // HEAD_DIM
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        return tuple(self.heads * times for times in (1, 2, 4, 8))
+
+
+SIZES = {"cpu": Size(512, 8, 256), "cuda": Size(1024, 32, 512)}
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 
 
 def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
-    """Attention layers, k=8, dh=64, d=512, 2,048 tokens."""
-    x = torch.randn(8, 256, HIDDEN_SIZE, dtype=dtype)
+    """Attention layers, with k heads of 64 of N."""
+    size = SIZES[torch.get_default_device().type]
+    x = torch.randn(size.batch, size.length, size.hidden_size, dtype=dtype)
     for training in (False, True):
         what = "training" if training else "inference"
         for kind, layers, extra in (
-            ("bidirectional", bidirectional_layers() | sorted_layers(), {}),
-            ("causal", causal_layers(), jetmoe_layers()),
+            ("bidirectional", bidirectional_layers(size) | sorted_layers(size), {}),
+            ("causal", causal_layers(size), jetmoe_layers(size)),
         ):
             candidates = {
                 name: step(layer.to(dtype), x, training=training) for name, layer in layers.items()
@@ -45,51 +65,62 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
             )
 
 
-def bidirectional_layers() -> dict[str, torch.nn.Module]:
-    sizes = {"hidden_size": HIDDEN_SIZE, "num_attention_heads": HEADS, "num_hidden_layers": 1}
+def bidirectional_layers(size: Size) -> dict[str, torch.nn.Module]:
+    sizes = {"hidden_size": size.hidden_size, "num_attention_heads": size.heads, "num_hidden_layers": 1}
     sizes |= NO_DROPOUT | {"attn_implementation": "sdpa"}
     plain = BertAttention(BertConfig(**sizes))
-    return {"multi-head, h=8": plain} | moa_layers(MoaBertAttention, MoaBertConfig, sizes)
+    return {f"multi-head, h={size.heads}": plain} | moa_layers(
+        MoaBertAttention, MoaBertConfig, sizes, size
+    )
 
 
-def causal_layers() -> dict[str, torch.nn.Module]:
-    sizes = {"n_embd": HIDDEN_SIZE, "n_head": HEADS, "n_layer": 1, "attn_implementation": "sdpa"}
+def causal_layers(size: Size) -> dict[str, torch.nn.Module]:
+    sizes = {
+        "n_embd": size.hidden_size,
+        "n_head": size.heads,
+        "n_layer": 1,
+        "attn_implementation": "sdpa",
+    }
     sizes |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0}
     plain = GPT2Attention(GPT2Config(**sizes), layer_idx=0)
-    return {"multi-head, h=8": plain} | moa_layers(MoaGPT2Attention, MoaGPT2Config, sizes)
+    return {f"multi-head, h={size.heads}": plain} | moa_layers(
+        MoaGPT2Attention, MoaGPT2Config, sizes, size
+    )
 
 
-def moa_layers(layer_class: type, config_class: type, sizes: dict) -> dict[str, torch.nn.Module]:
+def moa_layers(
+    layer_class: type, config_class: type, sizes: dict, size: Size
+) -> dict[str, torch.nn.Module]:
     fields = {"attention_type": "moa", "head_dim": HEAD_DIM, **sizes}
     return {
         f"MoA, N={experts}": layer_class(
             config_class(num_attention_experts=experts, **fields), layer_idx=0
         )
-        for experts in EXPERTS
+        for experts in size.experts
     }
 
 
-def sorted_layers() -> dict[str, torch.nn.Module]:
+def sorted_layers(size: Size) -> dict[str, torch.nn.Module]:
     """The published code's algorithm, on today's attention kernel."""
     return {
         f"sorted rows, N={experts}": SortedMoaAttention(
-            hidden_size=HIDDEN_SIZE, num_experts=experts, num_selected=HEADS, head_dim=HEAD_DIM
+            hidden_size=size.hidden_size, num_experts=experts, num_selected=size.heads, head_dim=HEAD_DIM
         )
-        for experts in EXPERTS
+        for experts in size.experts
     }
 
 
-def jetmoe_layers() -> dict[str, torch.nn.Module]:
+def jetmoe_layers(size: Size) -> dict[str, torch.nn.Module]:
     """transformers' own mixture of attention heads; it is causal."""
     layers = {}
-    for experts in EXPERTS:
+    for experts in size.experts:
         config = JetMoeConfig(
-            hidden_size=HIDDEN_SIZE,
+            hidden_size=size.hidden_size,
             num_hidden_layers=1,
             num_key_value_heads=1,
             kv_channels=HEAD_DIM,
             num_local_experts=experts,
-            num_experts_per_tok=HEADS,
+            num_experts_per_tok=size.heads,
             attn_implementation="sdpa",
         )
         layer = JetMoeAttention(config, layer_idx=0)

@@ -2,6 +2,7 @@
 
     python examples/benchmarks/run.py   # all: more than an hour on one thread
     python examples/benchmarks/run.py moa --threads 2 --turns 7 --output_dir out
+    python examples/benchmarks/run.py moa cct mae --device cuda --dtype bfloat16
     GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296 \
         python examples/benchmarks/run.py moa                 # with a malloc that keeps its memory
 
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("benchmark", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="larger sizes on cuda")
     parser.add_argument("--turns", type=int, default=15, help="default: %(default)s")
     parser.add_argument("--output_dir", type=Path)
     options = parser.parse_args(arguments)
@@ -58,15 +60,16 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     dtype = getattr(torch, options.dtype)
-    where = conditions(dtype)
+    where = conditions(dtype, options.device)
     heading = ", ".join(f"{name} {value}" for name, value in where.items())
     print(f"{heading}\n")
     tables = []
     for name in options.benchmark or BENCHMARKS:
         torch.manual_seed(0)
-        for table in BENCHMARKS[name](turns=options.turns, dtype=dtype):
-            print(f"{table.markdown()}\n", flush=True)
-            tables.append(table)
+        with torch.device(options.device):
+            for table in BENCHMARKS[name](turns=options.turns, dtype=dtype):
+                print(f"{table.markdown()}\n", flush=True)
+                tables.append(table)
     if options.output_dir is not None:
         write(options.output_dir, heading, where, tables)
 

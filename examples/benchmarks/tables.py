@@ -64,12 +64,12 @@ def summary(tables: list[Table]) -> str:
     return "\n\n".join(parts)
 
 
-def conditions(dtype: torch.dtype) -> dict[str, str]:
+def conditions(dtype: torch.dtype, device: str) -> dict[str, str]:
     """What the times depend on besides the code."""
     facts = environment()
     tuned = [f"{k}={v}" for k, v in os.environ.items() if k.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
     return {
-        "processor": next(iter(facts["cuda"]), facts["processor"]),
+        "processor": facts["processor"] if device == "cpu" else facts["cuda"][0],
         "threads": f"{facts['threads']} of {facts['cpus']}",
         "dtype": str(dtype).removeprefix("torch."),
         **{name: facts[name] for name in ("torch", "transformers", "python")},

@@ -45,14 +45,13 @@ def test_one_turn_is_refused(benchmarks, capsys):
 
 def test_script_writes_tables_and_a_picture(benchmarks, tmp_path, monkeypatch, capsys):
     run, moa = benchmarks("run"), benchmarks("moa")
-    monkeypatch.setattr(moa, "HIDDEN_SIZE", 64)
-    monkeypatch.setattr(moa, "EXPERTS", (8, 64))
+    monkeypatch.setattr(moa, "SIZES", {"cpu": moa.Size(hidden_size=128, batch=2, length=16)})
     threads = torch.get_num_threads()
     try:
         run.main(["moa", "--turns", "2", "--output_dir", str(tmp_path)])
     finally:
         torch.set_num_threads(threads)
-    assert "| MoA, N=64 |" in capsys.readouterr().out
+    assert "| MoA, N=16 |" in capsys.readouterr().out
     data = json.loads((tmp_path / "results.json").read_text())
     assert data["environment"]["threads"].startswith("1 of")
     assert [t["results"][0]["ratio"] for t in data["tables"]] == [1.0] * 4
