@@ -106,10 +106,10 @@ class BudgetList:
             return torch.full((batch_size,), self.position(budget), device=device)
         if not training:
             return torch.full((batch_size,), self.default, device=device)
-        table = torch.tensor([self.distinct.index(row) for row in self.sampled], device=device)
+        table = made_on(device, [self.distinct.index(row) for row in self.sampled])
         if first is None:
             return table[torch.randint(len(table), (batch_size,), device=device)]
-        firsts = torch.tensor([row[0] for row in self.sampled], device=device)
+        firsts = made_on(device, [float(row[0]) for row in self.sampled])
         # shape: (B, list)
         fits = (first.to(device).float().unsqueeze(-1) - firsts).abs() < _tolerance(first)
         return table[torch.multinomial(fits.float(), 1).squeeze(-1)]
@@ -206,6 +206,14 @@ def _tolerance(budget: Tensor) -> float:
     """How far a tensor's numbers may be from those of the list: bfloat16 ones hold 0.33 to 1e-3, float32
     ones, and float64 ones made of those, to 1e-8."""
     return max(torch.finfo(budget.dtype).eps, 1e-6) if budget.is_floating_point() else 0.0
+
+
+def made_on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers that Python knows, as a tensor; on an accelerator none is copied, which would have to
+    wait for all that was begun before."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.stack([torch.full((), value, device=device, dtype=dtype) for value in values])
 
 
 def _is_number(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .budgets import made_on
 from .precision import at_least_float32
 
 
@@ -179,7 +180,7 @@ def budget_loss(cost: Tensor, *, index: Tensor, budgets: list[float]) -> Tensor:
         return (cost.unsqueeze(-1) * member).sum(dim=0)
 
     group_full = per_group(full)
-    target = group_full * torch.tensor(budgets, dtype=used.dtype, device=used.device)
+    target = group_full * made_on(used.device, budgets, used.dtype)
     excess = (per_group(used) - target).abs() / target.clamp(min=1)
     share = member.mean(dim=0)
     return (share * excess * (group_full > 0)).sum()

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .budgets import BudgetIndex, BudgetList
+from .budgets import BudgetIndex, BudgetList, made_on
 from .cache_name import CACHE_NAME, cache_field, takes_cache_by_any_name
 from .cct import ControlNetwork
 from .configuration_moa_t5 import MoaT5Config
@@ -354,5 +354,5 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
             (self.encoder, self.decoder), zip(*self.budgets.distinct, strict=True), strict=True
         ):
             position = [stack.cct.budgets.position(value) for value in values]
-            halves.append(BudgetIndex(torch.tensor(position, device=tokens.device)[pair]))
+            halves.append(BudgetIndex(made_on(tokens.device, position)[pair]))
         return tuple(halves)

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import ModelOutput
 
-from .budgets import Budget, BudgetControl
+from .budgets import Budget, BudgetControl, made_on
 from .cct_costs import budget_loss, compute_fraction, costs_by_kind
 from .configuration_gating import GATING_OUTPUT_FIELDS
 
@@ -183,7 +183,7 @@ def collect_gating(
         cost = _total(costs_by_kind(records))
         index = budget.index.to(cost.device)
         terms["budget_loss"] = budget_loss(cost, index=index, budgets=control.values)
-        fields["budget"] = cost.new_tensor(control.values)[index]
+        fields["budget"] = made_on(cost.device, control.values, cost.dtype)[index]
         fields["compute_cost"] = cost.detach()
         fields["compute_fraction"] = compute_fraction(cost).detach()
     if terms:

@@ -21,12 +21,13 @@ def on_meta(case, fields, **kwargs):
     return model, {name: value.to("meta") for name, value in batch.items()}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def masks_made_without_looking(monkeypatch):
     for name in ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"):
         monkeypatch.setattr(f"transformers.masking_utils.{name}", lambda *args, **kwargs: False)
 
 
+@pytest.mark.usefixtures("masks_made_without_looking")
 @pytest.mark.parametrize(
     ("case", "variant"), CASES, ids=[f"{case.family.name}-{variant}" for case, variant in CASES]
 )
