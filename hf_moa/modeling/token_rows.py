@@ -19,6 +19,8 @@ LARGEST_SHARE = 0.95
 _ROWS_TO_READ = 8
 _TO_FIND = 4_000_000
 _TO_GATHER = 4_000_000
+# Slots by which an accelerator's padded rows grow.
+_STEP = 64
 # Gates that Python counts faster than an operator.
 _FEW_GATES = 64
 
@@ -89,6 +91,13 @@ def choose_execution(wanted: str, *parts: GatedParts) -> Execution:
         return Execution.GATED
     saved = sum(part.saved(open_tokens) for part, open_tokens in zip(parts, counts, strict=True))
     return Execution.ROWS if saved > _TO_FIND else Execution.GATED
+
+
+def in_steps(size: int, device: torch.device) -> int:
+    """A size that is taken for `size` or less: on an accelerator there are few, since cuDNN's attention
+    makes a plan for each that it meets, which takes longer than to attend."""
+    step = 1 if device.type == "cpu" else _STEP
+    return -(-size // step) * step
 
 
 class TokenRows:
@@ -177,13 +186,13 @@ class TokenRows:
         return len(self.chosen) == 1 and len(self) > 0
 
     def pad(self, rows: Tensor, *, before: int = 0) -> Tensor:
-        """`[1, n, ...]` -> `[B, before + most, ...]`: each sequence's rows, zeros before and behind.
-        (It may be `rows` itself.)"""
+        """`[1, n, ...]` -> `[B, before + most, ...]`, or longer: each sequence's rows, zeros before and
+        behind. (It may be `rows` itself.)"""
         if self.is_one_sequence or self.is_all:
             if not self.is_one_sequence:
                 rows = rows.squeeze(0).unflatten(0, self.chosen.shape)
             return nn.functional.pad(rows, (0, 0) * (rows.ndim - 2) + (before, 0)) if before else rows
-        size = before + self.most
+        size = in_steps(before + self.most, rows.device)
         full = rows.new_zeros(len(self.chosen) * size, *rows.shape[2:])
         full.index_copy_(0, self._slots(size, before), rows.squeeze(0))
         return full.unflatten(0, (-1, size))

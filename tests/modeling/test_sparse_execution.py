@@ -15,7 +15,7 @@ from hf_moa.modeling.cct_feed_forward import FeedForwardGate
 from hf_moa.modeling.feed_forward import gated_dense
 from hf_moa.modeling.linear_slices import input_slice, is_plain, linear_slice
 from hf_moa.modeling.skipped_keys import visible_keys
-from hf_moa.modeling.token_rows import Execution, GatedParts, TokenRows, choose_execution
+from hf_moa.modeling.token_rows import Execution, GatedParts, TokenRows, choose_execution, in_steps
 
 each_gated_variant = pytest.mark.parametrize(
     ("case", "fields"),
@@ -53,6 +53,26 @@ def test_sparse_equals_dense(case, fields, padding, implementation):
     torch.testing.assert_close(sparse.compute_fraction, fraction)
 
 
+@each_gated_variant
+def test_longer_padding_changes_nothing(case, fields, monkeypatch):
+    """As on an accelerator."""
+    inputs = case.inputs()
+    expected = build(case, "dense", **fields)(**inputs).logits
+    sizes = []
+    monkeypatch.setattr(
+        "hf_moa.modeling.token_rows.in_steps", lambda size, device: sizes.append(size) or size + 5
+    )
+    actual = build(case, "sparse", **fields)(**inputs).logits
+    assert sizes
+    real = ... if case.family.name == "t5" else inputs["attention_mask"].bool()
+    torch.testing.assert_close(actual[real], expected[real], atol=1e-9, rtol=1e-9)
+
+
+def test_sizes_on_an_accelerator_are_few():
+    assert [in_steps(size, torch.device("cpu")) for size in (1, 65)] == [1, 65]
+    assert [in_steps(size, torch.device("cuda")) for size in (1, 64, 65)] == [64, 64, 128]
+
+
 @pytest.mark.parametrize("execution", ["auto", "sparse"])
 def test_models_side_by_side_compute_what_each_does(execution, monkeypatch):
     """Under `vmap` no gate can be looked at, so that all is computed."""
@@ -70,12 +90,14 @@ def test_models_side_by_side_compute_what_each_does(execution, monkeypatch):
         torch.testing.assert_close(one, model(ids).last_hidden_state, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("more", [0, 5], ids=["", "longer-padding"])
 @pytest.mark.parametrize("num_beams", [1, 2])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(
     "case", [c for c in LANGUAGE_MODELS if c.family.name != "bert"], ids=lambda c: c.family.name
 )
-def test_generation_is_the_same(case, cache, num_beams):
+def test_generation_is_the_same(case, cache, num_beams, more, monkeypatch):
+    monkeypatch.setattr("hf_moa.modeling.token_rows.in_steps", lambda size, device: size + more)
     inputs = case.inputs()
     inputs.pop("decoder_input_ids", None)
     if case.family.name == "gpt2":
