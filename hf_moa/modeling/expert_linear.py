@@ -27,14 +27,19 @@ def kernels_run_on(device: torch.device) -> bool:
     return runs_on(device)
 
 
+@torch.compiler.assume_constant_result
+def multiplies_on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Of a GPU; float32 where the user allows to round it to TF32."""
+    return dtype.itemsize == 2 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
     """Whether computing expert by expert is faster than computing all.
 
     Dense products cost N a token. By expert they cost k, times a factor for moving the rows, and a
-    fixed price, in multiplications. On a CPU, where half precision multiplies so fast that moving is
-    most of the cost, both were measured, and the price is that of an expert. On a GPU they are reckoned
-    from its rates (one was never at hand): what the output's rows cost to be written and summed, and the
-    start of the kernels. float32 has no tensor cores there, and vendors' libraries are ahead.
+    fixed price, in multiplications; both were measured, on CPUs and on an H100. On a CPU the price is
+    that of an expert; half precision multiplies so fast that moving is most of the cost. So it is on the
+    tensor cores of a GPU, where the price is the start of the kernels.
 
     Args:
         index: `[B, T, k]`, chosen experts.
@@ -48,7 +53,8 @@ def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
         factor, price = (4.0, 5_000_000) if dtype.itemsize == 2 else (1.4, 1_300_000)
         price *= num_experts
     elif weight.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16, torch.float32):
-        factor, price = (3.0, 20_000_000_000) if dtype.itemsize == 2 else (6.0, 2_000_000_000)
+        is_fast = multiplies_on_tensor_cores(dtype)
+        factor, price = (5.0, 20_000_000_000) if is_fast else (2.0, 5_000_000_000)
     else:
         return False
     num_tokens, num_selected = index.shape[0] * index.shape[1], index.shape[2]

@@ -171,10 +171,10 @@ def test_a_layer_is_the_loop_over_tokens_and_experts(interpreted, backbone, monk
     ("tokens", "experts", "dtype", "by_expert"),
     [
         (16_384, 64, torch.bfloat16, True),
-        (16_384, 24, torch.bfloat16, False),  # not many more than are chosen
+        (16_384, 40, torch.bfloat16, False),  # not many more than are chosen
         (32, 64, torch.bfloat16, False),  # decoding
-        (16_384, 64, torch.float32, True),
-        (16_384, 40, torch.float32, False),
+        (16_384, 32, torch.float32, True),
+        (16_384, 16, torch.float32, False),
         (16_384, 64, torch.float64, False),
     ],
 )
@@ -184,6 +184,32 @@ def test_the_form_on_a_gpu(tokens, experts, dtype, by_expert, monkeypatch):
         index = torch.empty(1, tokens, 8, dtype=torch.long, device="cuda")
         weight = torch.empty(experts, 64, 1024, dtype=dtype, device="cuda")
         assert expert_linear.computes_by_expert(index, weight) is by_expert
+
+
+@pytest.fixture
+def matmul():
+    """The settings of a GPU's products, which are put back."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    yield settings
+    settings.fp32_precision = before
+
+
+@pytest.mark.parametrize(("precision", "by_expert"), [("ieee", True), ("tf32", False)])
+def test_tf32_is_like_half_precision(precision, by_expert, matmul, monkeypatch):
+    monkeypatch.setattr(expert_linear, "kernels_run_on", lambda device: True)
+    matmul.fp32_precision = precision
+    with FakeTensorMode():
+        index = torch.empty(1, 16_384, 8, dtype=torch.long, device="cuda")
+        weight = torch.empty(32, 64, 1024, device="cuda")
+        assert expert_linear.computes_by_expert(index, weight) is by_expert
+
+
+def test_the_precision_of_products_is_a_constant_to_a_compiler():
+    def function(x):
+        return x + 1 if expert_linear.multiplies_on_tensor_cores(torch.bfloat16) else x - 1
+
+    assert torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(())) == 1
 
 
 def test_a_gpu_that_triton_has_no_driver_for_computes_all():

@@ -47,7 +47,7 @@ def test_kernels_compile_for_gpus(precision, generation, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     is_half = precision == "bf16"
     tiles = expert_kernels._LARGEST_TILES[torch.bfloat16 if is_half else torch.float32]
-    common = {"PRECISION": "ieee" if is_half else precision, "num_warps": 8 if is_half else 4}
+    common = {"PRECISION": "ieee" if is_half else precision}
     dtype = "bf16" if is_half else "fp32"
     compiled = []
     # into the heads, whose matrices are transposed, and out of them
@@ -64,6 +64,7 @@ def test_kernels_compile_for_gpus(precision, generation, monkeypatch, tmp_path):
                 BLOCK_ROWS=tiles.rows,
                 BLOCK_IN=tiles.summed,
                 BLOCK_OUT=tiles.columns,
+                num_warps=tiles.warps,
                 **common,
             )
         )
@@ -78,6 +79,7 @@ def test_kernels_compile_for_gpus(precision, generation, monkeypatch, tmp_path):
                 BLOCK_ROWS=tiles.summed,
                 BLOCK_A=64,
                 BLOCK_B=tiles.columns,
+                num_warps=4,
                 **common,
             )
         )
