@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .cct import ControlNetwork
 from .cct_costs import FeedForwardUse
+from .routing import Routing
 from .token_rows import Execution, GatedParts, TokenRows, choose_execution
 
 
@@ -100,15 +101,13 @@ class GatedFeedForward(nn.Module):
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """`[B, T, d]` -> `[B, T, d]` and the record; losses are the mean over the parts, and the `load`
-        is that of the experts of all parts, `[M * N]`."""
+        """`[B, T, d]` -> `[B, T, d]` and the record, with `routings` of the parts that have experts."""
         gates, record = self.gate(hidden_states, padding_mask)
         execution = self.gate.choose_execution(gates)
         if self.parts_are_rowwise and execution is Execution.ROWS:
-            return self._sparse(hidden_states, gates), record | {"losses": {}}
+            return self._sparse(hidden_states, gates), record
         output = torch.zeros_like(hidden_states)
-        losses: dict[str, Tensor] = {}
-        loads: list[Tensor] = []
+        routings: list[Routing] = []
         modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
         for m, (part, input_norm, output_norm) in enumerate(modules):
             y, part_record = part(input_norm(hidden_states), padding_mask)
@@ -116,12 +115,8 @@ class GatedFeedForward(nn.Module):
             if execution is not Execution.OPEN:
                 y = y * gates[..., m : m + 1].to(y.dtype)
             output = output + y
-            for name, loss in part_record.get("losses", {}).items():
-                losses[name] = losses.get(name, 0.0) + loss / len(self.parts)
-            if "load" in part_record:
-                loads.append(part_record["load"] / len(self.parts))
-        record |= {"load": torch.cat(loads)} if loads else {}
-        return output, record | {"losses": losses}
+            routings += part_record.get("routings", [])
+        return output, record | {"routings": routings}
 
     def _sparse(self, hidden_states: Tensor, gates: Tensor) -> Tensor:
         """The same, of each part's tokens with an open gate."""

@@ -43,11 +43,10 @@ class MixtureOfAttentionExperts(nn.Module):
     def route(
         self, hidden_states: Tensor, padding_mask: Tensor | None, past: GatePast | None = None
     ) -> tuple[Routing, dict]:
-        """The routing of `[B, T, d]`, and the record: `router_logits` `[B, T, N]`, `losses` and `load`
-        `[N]`."""
+        """The routing of `[B, T, d]`, and the record: `router_logits` `[B, T, N]`, and `routings`, which
+        is a list of this one."""
         routing = self.router(hidden_states, padding_mask)
-        record = {"router_logits": routing.logits, "losses": routing.losses, "load": routing.load}
-        return routing, record
+        return routing, {"router_logits": routing.logits, "routings": [routing]}
 
     def take(self, mix: Routing, rows: TokenRows) -> Routing:
         """The routing of some of the tokens: their `index` and `weight` `[1, n, k]`."""

@@ -131,7 +131,7 @@ class SparseMoeFeedForward(nn.Module):
         router_type: "topk" or "noisy_topk".
 
     Shapes: `[B, T, d]`, `padding_mask` `[B, T]` bool or None -> `[B, T, d]` and the record
-    `{"losses": ..., "load": [N]}`.
+    `{"routings": [Routing]}`.
     """
 
     def __init__(
@@ -171,7 +171,4 @@ class SparseMoeFeedForward(nn.Module):
             routing.index.flatten(0, -2),
             routing.weight.flatten(0, -2).to(hidden_states.dtype),
         )
-        return output.view(hidden_states.shape), {
-            "losses": routing.losses,
-            "load": routing.load,
-        }
+        return output.view(hidden_states.shape), {"routings": [routing]}

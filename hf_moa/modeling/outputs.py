@@ -29,6 +29,7 @@ from transformers.utils import ModelOutput
 from .budgets import Budget, BudgetControl, made_on
 from .cct_costs import budget_loss, compute_fraction, costs_by_kind
 from .configuration_gating import GATING_OUTPUT_FIELDS
+from .router_terms import router_terms
 
 _OF_THE_BATCH = (
     "aux_loss",
@@ -172,12 +173,7 @@ def collect_gating(
         control: what `budget` comes from.
         requested: `router_logits`, `expert_weights`, `cct_gates` -> whether to return them.
     """
-    per_layer: dict[str, list[Tensor]] = {}
-    for layer in records:
-        for record in layer.values():
-            for name, loss in record.get("losses", {}).items():
-                per_layer.setdefault(name, []).append(loss)
-    terms = {name: _total(losses) for name, losses in per_layer.items()}
+    terms, loads = router_terms(records)
     fields: dict[str, Any] = {}
     if budget is not None:
         cost = _total(costs_by_kind(records))
@@ -198,7 +194,7 @@ def collect_gating(
         weighted = [coefficients[name] * term for name, term in terms.items() if coefficients[name]]
         fields["aux_loss"] = _total(weighted or [terms[name].new_zeros(()) for name in terms])
         fields["aux_losses"] = {name: term.detach() for name, term in terms.items()}
-    fields["expert_load"] = _expert_load(records)
+    fields["expert_load"] = loads or None
     for name in ("router_logits", "expert_weights"):
         if requested[name]:
             fields[name] = _per_layer(records, "self", name)
@@ -249,18 +245,6 @@ def _total(tensors: list[Tensor]) -> Tensor:
 def _per_layer(records: list, part: str, name: str) -> tuple[Tensor, ...] | None:
     found = tuple(layer[part][name] for layer in records if name in layer.get(part, {}))
     return found or None
-
-
-def _expert_load(records: list) -> dict[str, Tensor] | None:
-    """`[layers, N]` of the layers' routers, by the part of the layer that they serve."""
-    parts = {"attention": "self", "cross_attention": "cross", "feed_forward": "ffn"}
-    found = {name: _per_layer(records, part, "load") for name, part in parts.items()}
-    loads = {
-        name: torch.stack([load.to(layers[-1].device) for load in layers])
-        for name, layers in found.items()
-        if layers is not None
-    }
-    return loads or None
 
 
 def _cct_gates(layer: dict[str, dict[str, Any]]) -> dict[str, Tensor]:

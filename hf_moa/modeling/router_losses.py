@@ -1,7 +1,8 @@
-"""Auxiliary losses of routers, as pure functions of one layer's routing.
+"""Auxiliary losses of routers, as pure functions of what they decided.
 
-Each takes `mask` `[B, T]` bool (True for real tokens; None for all), so that padding never counts,
-and returns a scalar. Coefficients are applied by the model, which sums over layers.
+Each takes tensors of one layer, or of several that are stacked in front (`[..., B, T, N]`), and gives a
+scalar for each; and `mask` `[B, T]` bool (True for real tokens; None for all), so that padding never
+counts. Coefficients are applied by the model, which sums over layers.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ _EPSILON = 1e-10
 def expert_load(
     probabilities: Tensor, index: Tensor, *, mask: Tensor | None, over_processes: bool = False
 ) -> Tensor:
-    """Share of the k * tokens assignments that each expert got, `[N]` without gradient; they sum to 1
-    (zeros where there was nothing to route).
+    """Share of the k * tokens assignments that each expert got, `[..., N]` without gradient; they sum to
+    1 (zeros where there was nothing to route).
 
     Args:
-        probabilities: `[B, T, N]`, of all experts; what they are does not matter.
-        index: `[B, T, k]` int64, chosen experts.
+        probabilities: `[..., B, T, N]`, of all experts; what they are does not matter.
+        index: `[..., B, T, k]` int64, chosen experts.
         over_processes: count the tokens of all processes, not of this one alone.
     """
     ones = probabilities.new_ones(index.shape)
     counts = _sum_by_expert(ones, index, probabilities.shape[-1], mask)
     if over_processes:
         counts = sum_over_processes(counts)
-    return counts / counts.sum().clamp(min=1)
+    return counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def load_balance_loss(probabilities: Tensor, load: Tensor, *, mask: Tensor | None) -> Tensor:
@@ -40,27 +41,27 @@ def load_balance_loss(probabilities: Tensor, load: Tensor, *, mask: Tensor | Non
     the processes' losses is the loss of the whole batch (where they have equally many tokens).
 
     Args:
-        probabilities: `[B, T, N]`, softmax over all experts.
-        load: `[N]`, of `expert_load`.
+        probabilities: `[..., B, T, N]`, softmax over all experts.
+        load: `[..., N]`, of `expert_load`.
     """
-    return probabilities.shape[-1] * (load * _mean(probabilities, mask)).sum()
+    return probabilities.shape[-1] * (load * _mean(probabilities, mask)).sum(dim=-1)
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None) -> Tensor:
     """`mean(logsumexp(logits)^2)` over tokens (Zhang et al. 2022; Zoph et al. 2022).
 
     Args:
-        logits: `[B, T, N]`.
+        logits: `[..., B, T, N]`.
     """
-    return _mean(logits.logsumexp(dim=-1, keepdim=True).square(), mask).sum()
+    return _mean(logits.logsumexp(dim=-1, keepdim=True).square(), mask).squeeze(-1)
 
 
 def importance_loss(weight: Tensor, index: Tensor, *, num_experts: int, mask: Tensor | None) -> Tensor:
     """CV^2 of the experts' summed gate values (Shazeer et al. 2017, eq. 6-7).
 
     Args:
-        weight: `[B, T, k]`, gate values of the chosen experts.
-        index: `[B, T, k]` int64, chosen experts.
+        weight: `[..., B, T, k]`, gate values of the chosen experts.
+        index: `[..., B, T, k]` int64, chosen experts.
         num_experts: N.
     """
     return squared_coefficient_of_variation(_sum_by_expert(weight, index, num_experts, mask))
@@ -70,7 +71,7 @@ def load_loss(load: Tensor, *, mask: Tensor | None) -> Tensor:
     """CV^2 of the experts' smooth expected load (Shazeer et al. 2017, eq. 11).
 
     Args:
-        load: `[B, T, N]`, the probabilities of `smooth_load`.
+        load: `[..., B, T, N]`, the probabilities of `smooth_load`.
     """
     return squared_coefficient_of_variation(_sum(load, mask))
 
@@ -82,13 +83,13 @@ def smooth_load(clean: Tensor, noisy: Tensor, scale: Tensor, *, num_selected: in
     largest of the other experts' noisy logits (Shazeer et al. 2017, eq. 8-9).
 
     Args:
-        clean: `[B, T, N]`, logits without noise.
-        noisy: `[B, T, N]`, logits with the noise that was drawn (H).
-        scale: `[B, T, N]`, standard deviation of the noise.
+        clean: `[..., B, T, N]`, logits without noise.
+        noisy: `[..., B, T, N]`, logits with the noise that was drawn (H).
+        scale: `[..., B, T, N]`, standard deviation of the noise.
         num_selected: k.
 
     Returns:
-        `[B, T, N]`. With k = N every expert is kept: ones, without gradient.
+        `[..., B, T, N]`. With k = N every expert is kept: ones, without gradient.
     """
     num_experts = clean.shape[-1]
     if num_selected >= num_experts:
@@ -103,22 +104,23 @@ def smooth_load(clean: Tensor, noisy: Tensor, scale: Tensor, *, num_selected: in
 
 
 def squared_coefficient_of_variation(x: Tensor) -> Tensor:
-    """`(standard deviation / mean)^2` of a vector, with the population's variance."""
-    return x.var(correction=0) / (x.mean().square() + _EPSILON)
+    """`(standard deviation / mean)^2` of vectors `[..., N]`, with the population's variance."""
+    return x.var(dim=-1, correction=0) / (x.mean(dim=-1).square() + _EPSILON)
 
 
 def _sum(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Over the real tokens: `[B, T, N]` -> `[N]`."""
-    return (x if mask is None else x * mask.unsqueeze(-1).to(x.dtype)).sum(dim=(0, 1))
+    """Over the real tokens: `[..., B, T, N]` -> `[..., N]`."""
+    return (x if mask is None else x * mask.unsqueeze(-1).to(x.dtype)).sum(dim=(-3, -2))
 
 
 def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Over the real tokens: `[B, T, N]` -> `[N]`; zero where there are none."""
-    count = x.new_full((), x.shape[0] * x.shape[1]) if mask is None else mask.sum()
+    """Over the real tokens: `[..., B, T, N]` -> `[..., N]`; zero where there are none."""
+    count = x.new_full((), x.shape[-3] * x.shape[-2]) if mask is None else mask.sum()
     return _sum(x, mask) / count.clamp(min=1)
 
 
 def _sum_by_expert(x: Tensor, index: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
-    """Over the real tokens that chose each expert: `[B, T, k]` -> `[N]`."""
+    """Over the real tokens that chose each expert: `[..., B, T, k]` -> `[..., N]`."""
     x = x if mask is None else x * mask.unsqueeze(-1).to(x.dtype)
-    return x.new_zeros(num_experts).index_add(0, index.flatten(), x.flatten())
+    sums = x.new_zeros(*x.shape[:-3], num_experts)
+    return sums.scatter_add(-1, index.flatten(-3), x.flatten(-3))

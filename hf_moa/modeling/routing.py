@@ -26,22 +26,63 @@ from .transforms import is_traced, is_transformed
 _MOST_TO_SORT = 128
 
 
+class Noise(NamedTuple):
+    """The logits without their noise, and its standard deviation: `[B, T, N]` each."""
+
+    clean: Tensor
+    scale: Tensor
+
+
 class Routing(NamedTuple):
-    """What a router decided for every token.
+    """What a router decided for every token; or several of the same sizes, stacked in front.
 
     Attributes:
         index: `[B, T, k]` int64, the chosen experts, best first.
         weight: `[B, T, k]`, their weights, which sum to 1 over k.
         logits: `[B, T, N]`, the logits that were ranked (with noise where it was drawn).
-        losses: scalar auxiliary terms, not yet multiplied by their coefficients.
-        load: `[N]`, share of the assignments that each expert got, padding excluded.
+        probabilities: `[B, T, N]`, their softmax over all experts.
+        mask: `[B, T]` bool, real tokens; None for all.
+        noise: of a noisy router; None of another.
+        balances_globally: the load is that of all processes' tokens.
     """
 
     index: Tensor
     weight: Tensor
     logits: Tensor
-    losses: dict[str, Tensor]
-    load: Tensor
+    probabilities: Tensor
+    mask: Tensor | None
+    noise: Noise | None
+    balances_globally: bool
+
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """Scalar auxiliary terms, not yet multiplied by their coefficients; padding excluded."""
+        return self.measure()[0]
+
+    @property
+    def load(self) -> Tensor:
+        """`[N]`, share of the assignments that each expert got, padding excluded."""
+        return self.measure()[1]
+
+    def measure(self) -> tuple[dict[str, Tensor], Tensor]:
+        """`losses` and `load`."""
+        num_experts = self.logits.shape[-1]
+        load = expert_load(
+            self.probabilities, self.index, mask=self.mask, over_processes=self.balances_globally
+        )
+        losses = {
+            "router_balance_loss": load_balance_loss(self.probabilities, load, mask=self.mask),
+            "router_z_loss": z_loss(self.logits, mask=self.mask),
+            "router_importance_loss": importance_loss(
+                self.weight, self.index, num_experts=num_experts, mask=self.mask
+            ),
+        }
+        if self.noise is not None:
+            smooth = smooth_load(
+                self.noise.clean, self.logits, self.noise.scale, num_selected=self.index.shape[-1]
+            )
+            losses["router_load_loss"] = load_loss(smooth, mask=self.mask)
+        return losses, load
 
 
 class TopKRouter(nn.Module):
@@ -79,27 +120,21 @@ class TopKRouter(nn.Module):
         logits = at_least_float32(self.gate(hidden_states))
         return self.select(logits, padding_mask)
 
-    def select(self, logits: Tensor, padding_mask: Tensor | None) -> Routing:
+    def select(self, logits: Tensor, padding_mask: Tensor | None, noise: Noise | None = None) -> Routing:
         """Keep the k best of `logits` `[B, T, N]`."""
         probabilities = logits.softmax(dim=-1)
         index = largest(probabilities, self.num_selected)
         top = probabilities.gather(-1, index)
         normalizer = top.sum(dim=-1, keepdim=True)
-        weight = top / (normalizer.detach() if self.detach_normalizer else normalizer)
-        load = expert_load(
-            probabilities,
-            index,
+        return Routing(
+            index=index,
+            weight=top / (normalizer.detach() if self.detach_normalizer else normalizer),
+            logits=logits,
+            probabilities=probabilities,
             mask=padding_mask,
-            over_processes=self.balances_globally and self.training,
+            noise=noise,
+            balances_globally=self.balances_globally and self.training,
         )
-        losses = {
-            "router_balance_loss": load_balance_loss(probabilities, load, mask=padding_mask),
-            "router_z_loss": z_loss(logits, mask=padding_mask),
-            "router_importance_loss": importance_loss(
-                weight, index, num_experts=self.num_experts, mask=padding_mask
-            ),
-        }
-        return Routing(index, weight, logits, losses, load)
 
 
 def largest(values: Tensor, k: int) -> Tensor:
@@ -133,10 +168,7 @@ class NoisyTopKRouter(TopKRouter):
         clean = at_least_float32(self.gate(hidden_states))
         scale = nn.functional.softplus(at_least_float32(self.noise(hidden_states)))
         noisy = clean + torch.randn_like(clean) * scale if self.training else clean
-        routing = self.select(noisy, padding_mask)
-        load = smooth_load(clean, noisy, scale, num_selected=self.num_selected)
-        routing.losses["router_load_loss"] = load_loss(load, mask=padding_mask)
-        return routing
+        return self.select(noisy, padding_mask, Noise(clean, scale))
 
 
 ROUTERS = {"topk": TopKRouter, "noisy_topk": NoisyTopKRouter}

@@ -60,7 +60,7 @@ def test_grouped_mm_agrees_with_the_loop_in_every_dtype(size, dtype):
 def test_noisy_router_reports_the_load_loss():
     layer = moe_layer(router="noisy_topk").train()
     x, mask = hidden()
-    losses = layer(x, mask)[1]["losses"]
+    losses = layer(x, mask)[1]["routings"][0].losses
     assert set(losses) == {
         "router_balance_loss",
         "router_z_loss",

@@ -7,6 +7,7 @@ from common import assert_same_with_gradients, hidden, randomize
 from references import cv_squared
 
 from hf_moa.modeling import router_losses, routing
+from hf_moa.modeling.router_terms import router_terms
 from hf_moa.modeling.routing import NoisyTopKRouter, TopKRouter
 
 
@@ -159,6 +160,34 @@ def test_load_loss_survives_noise_that_underflows():
     x, mask = hidden()
     made(x.abs(), mask).losses["router_load_loss"].backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in made.parameters())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", [TopKRouter, NoisyTopKRouter])
+def test_layers_that_are_measured_at_once_are_as_by_themselves(kind, masked):
+    """Some of them with several routers, whose losses are averaged, and whose experts stand in a row."""
+    x, mask = hidden()
+    routers = [router(kind).train() for _ in range(7)]
+    routings = [each(x, mask if masked else None) for each in routers]
+    ends = [(0, 1), (1, 3), (3, 4), (4, 6), (6, 7)]
+    layers = [("self", 0), ("ffn", 1), ("self", 2), ("ffn", 3), ("cross", 4)]
+    records = [{name: {"routings": routings[slice(*ends[i])]}} for name, i in layers]
+    terms, loads = router_terms([*records, {"self": {"expert_weights": x}}, {"ffn": {"routings": []}}])
+    inputs = [x, *(parameter for each in routers for parameter in each.parameters())]
+    shares = [1, 0.5, 0.5, 1, 0.5, 0.5, 1]
+    assert set(terms) == set(routings[0].losses)
+    for name, term in terms.items():
+        expected = sum(s * each.losses[name] for s, each in zip(shares, routings, strict=True))
+        assert_same_with_gradients(term, expected, inputs)
+    a, b, c, d, e, f, g = (each.load for each in routings)
+    expected = {
+        "attention": torch.stack([a, d]),
+        "feed_forward": torch.stack([torch.cat([b, c]), torch.cat([e, f])]) / 2,
+        "cross_attention": g.unsqueeze(0),
+    }
+    assert loads.keys() == expected.keys()
+    for part, load in loads.items():
+        torch.testing.assert_close(load, expected[part])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

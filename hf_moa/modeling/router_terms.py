@@ -1,0 +1,74 @@
+"""What the routers of all layers add up to: their losses, and the load of the experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .routing import Noise, Routing
+
+# sub-layer -> what `GatingOutput.expert_load` calls it
+_PARTS = {"self": "attention", "cross": "cross_attention", "ffn": "feed_forward"}
+
+
+def router_terms(
+    records: list[dict[str, dict[str, Any]]],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The losses of all routers, and the load by the part of the layer that they serve.
+
+    Layers that differ in their routing alone are measured at once: many small operators for each would
+    cost a good part of a short text's time.
+
+    Args:
+        records: one dict per layer: sub-layer name -> its record, with the `routings` of its routers.
+            Where there are several, the sub-layer's losses are the mean of theirs, and its experts those
+            of all.
+
+    Returns:
+        Scalars by name, summed over the layers, on the device of the last; and `[layers, N]`.
+    """
+    terms: dict[str, Tensor] = {}
+    loads: dict[str, dict[int, Tensor]] = {}
+    for (name, per_layer, *_), found in _alike(records).items():
+        layers = [layer for layer, _ in found]
+        losses, load = _stacked([routing for _, routings in found for routing in routings]).measure()
+        for loss, values in losses.items():
+            total = values.sum() / per_layer
+            terms[loss] = total + terms[loss].to(total.device) if loss in terms else total
+        # shape: (layers * routers, N) -> (layers, routers * N)
+        load = load.view(len(layers), -1) / per_layer
+        loads.setdefault(_PARTS[name], {}).update(zip(layers, load, strict=True))
+    return terms, {part: _in_order(rows) for part, rows in loads.items()}
+
+
+def _alike(
+    records: list[dict[str, dict[str, Any]]],
+) -> dict[tuple, list[tuple[int, list[Routing]]]]:
+    """Number and routings of the layers that can be stacked."""
+    found: dict[tuple, list[tuple[int, list[Routing]]]] = {}
+    for number, layer in enumerate(records):
+        for name, record in layer.items():
+            if routings := record.get("routings"):
+                first = routings[0]
+                kind = (first.logits.device, first.mask is None, first.noise is None)
+                key = (name, len(routings), *kind, first.balances_globally)
+                found.setdefault(key, []).append((number, routings))
+    return found
+
+
+def _stacked(routings: list[Routing]) -> Routing:
+    """Routings of the same sizes and tokens as one."""
+    last = routings[-1]
+    names = ("index", "weight", "logits", "probabilities")
+    stacked = {name: torch.stack([getattr(each, name) for each in routings]) for name in names}
+    if last.noise is not None:
+        stacked["noise"] = Noise(*map(torch.stack, zip(*(each.noise for each in routings), strict=True)))
+    return last._replace(**stacked)
+
+
+def _in_order(rows: dict[int, Tensor]) -> Tensor:
+    """The layers' rows, which may lie on several devices, on that of the last: `[layers, N]`."""
+    ordered = [rows[number] for number in sorted(rows)]
+    return torch.stack([row.to(ordered[-1].device) for row in ordered])
