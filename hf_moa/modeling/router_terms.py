@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from .routing import Noise, Routing
+from .transforms import is_traced
 
+# Logits that are stacked.
+_MOST_AT_ONCE = 2**20
 # sub-layer -> what `GatingOutput.expert_load` calls it
 _PARTS = {"self": "attention", "cross": "cross_attention", "ffn": "feed_forward"}
 
@@ -18,8 +21,8 @@ def router_terms(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The losses of all routers, and the load by the part of the layer that they serve.
 
-    Layers that differ in their routing alone are measured at once: many small operators for each would
-    cost a good part of a short text's time.
+    Layers that differ in their routing alone are measured at once, while they have few tokens: many
+    small operators for each would cost a good part of the time.
 
     Args:
         records: one dict per layer: sub-layer name -> its record, with the `routings` of its routers.
@@ -31,15 +34,16 @@ def router_terms(
     """
     terms: dict[str, Tensor] = {}
     loads: dict[str, dict[int, Tensor]] = {}
-    for (name, per_layer, *_), found in _alike(records).items():
-        layers = [layer for layer, _ in found]
-        losses, load = _stacked([routing for _, routings in found for routing in routings]).measure()
-        for loss, values in losses.items():
-            total = values.sum() / per_layer
-            terms[loss] = total + terms[loss].to(total.device) if loss in terms else total
-        # shape: (layers * routers, N) -> (layers, routers * N)
-        load = load.view(len(layers), -1) / per_layer
-        loads.setdefault(_PARTS[name], {}).update(zip(layers, load, strict=True))
+    for (name, per_layer, *_), alike in _alike(records).items():
+        for found in _at_once(alike):
+            layers = [layer for layer, _ in found]
+            losses, load = _stacked([each for _, routings in found for each in routings]).measure()
+            for loss, values in losses.items():
+                total = values.sum() / per_layer
+                terms[loss] = total + terms[loss].to(total.device) if loss in terms else total
+            # shape: (layers * routers, N) -> (layers, routers * N)
+            load = load.view(len(layers), -1) / per_layer
+            loads.setdefault(_PARTS[name], {}).update(zip(layers, load, strict=True))
     return terms, {part: _in_order(rows) for part, rows in loads.items()}
 
 
@@ -58,10 +62,19 @@ def _alike(
     return found
 
 
+def _at_once(alike: list[tuple[int, list[Routing]]]) -> list[list[tuple[int, list[Routing]]]]:
+    """The same, in lists of those to be stacked."""
+    routings = alike[0][1]
+    number = len(alike)
+    if not is_traced(routings[0].logits):  # to a compiler, sizes are no numbers
+        number = max(1, _MOST_AT_ONCE // max(1, len(routings) * routings[0].logits.numel()))
+    return [alike[i : i + number] for i in range(0, len(alike), number)]
+
+
 def _stacked(routings: list[Routing]) -> Routing:
     """Routings of the same sizes and tokens as one."""
     last = routings[-1]
-    names = ("index", "weight", "logits", "probabilities")
+    names = ("index", "weight", "logits")
     stacked = {name: torch.stack([getattr(each, name) for each in routings]) for name in names}
     if last.noise is not None:
         stacked["noise"] = Noise(*map(torch.stack, zip(*(each.noise for each in routings), strict=True)))

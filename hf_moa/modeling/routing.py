@@ -40,7 +40,6 @@ class Routing(NamedTuple):
         index: `[B, T, k]` int64, the chosen experts, best first.
         weight: `[B, T, k]`, their weights, which sum to 1 over k.
         logits: `[B, T, N]`, the logits that were ranked (with noise where it was drawn).
-        probabilities: `[B, T, N]`, their softmax over all experts.
         mask: `[B, T]` bool, real tokens; None for all.
         noise: of a noisy router; None of another.
         balances_globally: the load is that of all processes' tokens.
@@ -49,7 +48,6 @@ class Routing(NamedTuple):
     index: Tensor
     weight: Tensor
     logits: Tensor
-    probabilities: Tensor
     mask: Tensor | None
     noise: Noise | None
     balances_globally: bool
@@ -67,11 +65,12 @@ class Routing(NamedTuple):
     def measure(self) -> tuple[dict[str, Tensor], Tensor]:
         """`losses` and `load`."""
         num_experts = self.logits.shape[-1]
+        probabilities = self.logits.softmax(dim=-1)  # again: to hold those of all layers takes memory
         load = expert_load(
-            self.probabilities, self.index, mask=self.mask, over_processes=self.balances_globally
+            probabilities, self.index, mask=self.mask, over_processes=self.balances_globally
         )
         losses = {
-            "router_balance_loss": load_balance_loss(self.probabilities, load, mask=self.mask),
+            "router_balance_loss": load_balance_loss(probabilities, load, mask=self.mask),
             "router_z_loss": z_loss(self.logits, mask=self.mask),
             "router_importance_loss": importance_loss(
                 self.weight, self.index, num_experts=num_experts, mask=self.mask
@@ -130,7 +129,6 @@ class TopKRouter(nn.Module):
             index=index,
             weight=top / (normalizer.detach() if self.detach_normalizer else normalizer),
             logits=logits,
-            probabilities=probabilities,
             mask=padding_mask,
             noise=noise,
             balances_globally=self.balances_globally and self.training,

@@ -162,10 +162,12 @@ def test_load_loss_survives_noise_that_underflows():
     assert all(torch.isfinite(parameter.grad).all() for parameter in made.parameters())
 
 
+@pytest.mark.parametrize("most", [1, 500, 2**20])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", [TopKRouter, NoisyTopKRouter])
-def test_layers_that_are_measured_at_once_are_as_by_themselves(kind, masked):
+def test_layers_that_are_measured_at_once_are_as_by_themselves(kind, masked, most, monkeypatch):
     """Some of them with several routers, whose losses are averaged, and whose experts stand in a row."""
+    monkeypatch.setattr("hf_moa.modeling.router_terms._MOST_AT_ONCE", most)
     x, mask = hidden()
     routers = [router(kind).train() for _ in range(7)]
     routings = [each(x, mask if masked else None) for each in routers]
