@@ -17,6 +17,7 @@ from pathlib import Path
 
 import cct
 import decoding
+import experts
 import mae
 import masked_lm
 import memory
@@ -28,6 +29,7 @@ from tables import Table, conditions, merged, summary
 BENCHMARKS = {
     "mae": mae.measure,
     "moa": moa.measure,
+    "experts": experts.measure,
     "cct": cct.measure,
     "mae_decoding": decoding.measure_mae,
     "cct_decoding": decoding.measure_cct,

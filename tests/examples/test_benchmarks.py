@@ -59,6 +59,22 @@ def test_script_writes_tables_and_a_picture(benchmarks, tmp_path, monkeypatch, c
     assert (tmp_path / "ratios.svg").is_file()
 
 
+def test_experts_are_timed_in_both_forms(benchmarks, monkeypatch):
+    experts = benchmarks("experts")
+    monkeypatch.setattr(experts, "TOKENS", {"cpu": (16,)})
+    monkeypatch.setattr(experts, "SIZES", {"cpu": ((32, 8, 2),)})
+    seen = []
+    monkeypatch.setattr(experts, "compare", lambda candidates, **_: seen.append(candidates) or [])
+    tables = list(experts.measure(turns=2, dtype=torch.float32))
+    assert [table.title[:38] for table in tables[::3]] == [
+        "MoA's projections, inference, 2 of 4 e",
+        "MoA's projections, training, 2 of 4 ex",
+    ]
+    for candidates in seen:
+        for one, other in zip(*(run() for run in candidates.values()), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_summary_has_a_row_for_each_table_of_the_same_candidates(benchmarks):
     module = benchmarks("tables")
 
@@ -87,7 +103,7 @@ def test_unknown_benchmark_is_an_error(benchmarks, capsys):
     with pytest.raises(SystemExit, match="2"):
         benchmarks("run").main(["speed"])
     assert (
-        "must be of mae, moa, cct, mae_decoding, cct_decoding, small_cct_decoding, memory"
+        "must be of mae, moa, experts, cct, mae_decoding, cct_decoding, small_cct_decoding, memory"
         in capsys.readouterr().err
     )
 
