@@ -191,16 +191,18 @@ def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     for corpus, (rates, variants) in module.RATES.items():
         kept = [variant for variant in variants if variant in module.VARIANTS[corpus]]
         module.RATES[corpus] = rates[:2], kept
+    module.CHECKED = {"wikitext-2": ("MoA 8 of 8",)}
     results = tmp_path / "results.jsonl"
     module.EXPERIMENT.main(["--data_dir", data_dir, "--results", str(results)])
     rows = rows_of(results)
-    assert [row["settings"].get("text") for row in rows] == ["validation"] * 8 + [None] * 11
-    found = [row for row in rows[8:-2] if row["settings"]["corpus"] == "wikitext-2"]
+    assert [row["settings"].get("text") for row in rows] == ["validation"] * 10 + [None] * 11
+    found = [row for row in rows[10:-2] if row["settings"]["corpus"] == "wikitext-2"]
     measured = {row["settings"]["variant"]: row["measured"] for row in found}
     assert "load_cv" not in measured["MHA"]
     rates = {row["settings"]["learning_rate"]: row["measured"]["loss"] for row in rows[:2]}
-    [of_mha] = [row for row in found if row["settings"]["variant"] == "MHA"]
-    assert of_mha["settings"]["learning_rate"] == min(rates, key=rates.get)
+    chosen = {row["settings"]["variant"]: row["settings"]["learning_rate"] for row in found}
+    assert chosen["MHA"] == min(rates, key=rates.get)
+    assert chosen["MoA 8 of 8"] == chosen["MoA 8 of 32"]
     assert measured["MoA 8 of 8"]["load_max"] == pytest.approx(1)
     assert measured["MoA 8 of 32"]["load_max"] > 1
     uniform = measured[module.MULTI_QUERY]["router_entropy"]
