@@ -75,6 +75,18 @@ def hidden(batch_size: int = 3, length: int = 7, size: int = 32, seed: int = 0):
     return x.requires_grad_(), mask
 
 
+def alternating_device_map(model, first, second) -> dict:
+    """A device map with every second block on another device; no block is split."""
+    blocks = set(model._no_split_modules)
+    names = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
+    device_map = {name: second if i % 2 else first for i, name in enumerate(names)}
+    inside = tuple(name + "." for name in names)
+    for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        if not name.startswith(inside):
+            device_map[name] = first
+    return device_map
+
+
 def assert_same_with_gradients(actual, expected, inputs, *, atol=1e-10):
     """Equal values, and equal gradients of a fixed random projection, in float64."""
     torch.testing.assert_close(actual, expected, atol=atol, rtol=0)

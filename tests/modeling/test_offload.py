@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from common import alternating_device_map
 from families import LANGUAGE_MODELS, each_class, main_output
 
 each_family = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
@@ -34,13 +35,7 @@ def test_device_map_from_disk(case, tmp_path):
     model = case.build(attention_type="mae", ffn_type="moe")
     model.save_pretrained(tmp_path)
     inputs = case.inputs()
-    blocks = set(model._no_split_modules)
-    names = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
-    device_map = {name: "disk" if i % 2 else "cpu" for i, name in enumerate(names)}
-    inside = tuple(name + "." for name in names)
-    for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
-        if not name.startswith(inside):
-            device_map[name] = "cpu"
+    device_map = alternating_device_map(model, "cpu", "disk")
     loaded = case.gated.from_pretrained(
         tmp_path, device_map=device_map, offload_folder=tmp_path / "offload"
     )

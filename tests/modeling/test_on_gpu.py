@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from common import alternating_device_map
 from families import LANGUAGE_MODELS, each_class, each_mechanism, each_variant, main_output
 from test_no_waiting import WIDTH, masks_made_without_looking  # noqa: F401
 
@@ -220,13 +221,7 @@ def test_layers_split_between_devices_compute_the_same(case, name, tmp_path):
     model = case.build(**case.family.variants[name])
     expected = model(**case.inputs()).logits
     model.save_pretrained(tmp_path)
-    blocks = set(model._no_split_modules)
-    names = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
-    device_map = {name: "cpu" if i % 2 else 0 for i, name in enumerate(names)}
-    inside = tuple(name + "." for name in names)
-    for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
-        if not name.startswith(inside):
-            device_map[name] = 0
+    device_map = alternating_device_map(model, 0, "cpu")
     loaded = case.gated.from_pretrained(tmp_path, device_map=device_map)
     assert {p.device.type for p in loaded.parameters()} >= {"cuda"}
     assert_close(loaded(**on_gpu(case.inputs())).logits, expected, torch.float32)
