@@ -1,5 +1,6 @@
 """Settings for every test: no network, reproducible products, one thread per worker process."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +15,16 @@ import torch
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: each `gc.collect` of a Trainer need not go through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
