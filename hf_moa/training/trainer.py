@@ -80,6 +80,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
                 f"args must be {self.arguments_class.__name__} (got {type(args).__name__})."
             )
         self._has_begun = False
+        self._unwrapped: tuple[Any, Any] = (None, None)  # the model, and what its wrappers hold
         self._descent: BlockCoordinateDescent | None = None
         self._statistics = StepStatistics()
         self._expert_load = MeanExpertLoad()
@@ -114,7 +115,10 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
 
     def _gated_model(self) -> nn.Module:
         """The model itself, without wrappers or adapters."""
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if self._unwrapped[0] is not self.model:  # once, not in each step: it looks at every module
+            inner = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            self._unwrapped = (self.model, inner)
+        model = self._unwrapped[1]
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def _check_training(self) -> None:
@@ -320,7 +324,8 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         """
         in_gate_step = self._descent is not None and self._descent.model.mae_phase == "gate"
         records = model.training and not in_gate_step
-        if records and self.mae_training is not None:
+        config = getattr(self._gated_model(), "config", None)
+        if records and getattr(config, "attention_type", None) == "mae":
             inputs = {**inputs, "output_expert_weights": True}
         epsilon = self._smoothing if model.training and self.compute_loss_func is None else 0.0
 
