@@ -16,6 +16,7 @@ from hf_moa.kinds import is_one
 from hf_moa.modeling.attention import GatedAttention
 from hf_moa.modeling.cct_costs import AttentionCost, used_and_full
 from hf_moa.modeling.cct_feed_forward import FeedForwardGate
+from hf_moa.modeling.precision import in_float64
 
 from .observe import Observation, Tokens, part_of
 from .vocabulary import Vocabulary
@@ -69,7 +70,7 @@ class _StackUse:
 
     def add_gates(self, layer: int, name: str, gates: Tensor, mask: Tensor, *, steps: bool) -> None:
         """Gates `[B, T]` of a sub-network."""
-        open_gates = (gates.double() * mask).cpu()
+        open_gates = (gates * mask).cpu().double()
         self.open_gates[layer, name] += open_gates.sum().item()
         self.chances[layer, name] += int(mask.sum())
         if steps:
@@ -124,7 +125,7 @@ class CctMeasure:
     def update(self, observation: Observation) -> None:
         name = budget_name(observation.budget)
         self.fractions[name][0] += len(observation.compute_fraction)
-        self.fractions[name][1] += observation.compute_fraction.double().sum().item()
+        self.fractions[name][1] += in_float64(observation.compute_fraction).sum().item()
         for stack, cost in token_costs(self.costs, observation).items():
             tokens = observation.tokens[stack]
             used, full = cost[tokens.mask].cpu().unbind(dim=-1)
@@ -233,14 +234,14 @@ def token_costs(costs: dict[str, list[_LayerCosts]], observation: Observation) -
         for gates, cost in zip(layers, costs[stack], strict=True):
             own, cross = cost.attention["self"], cost.attention.get("cross")
             query, kv, feed_forward = (
-                used_and_full(gate.double(), tokens.mask)
-                for gate in (gates["query"], gates["kv"], gates["ffn"].double().mean(dim=-1))
+                used_and_full(in_float64(gate), tokens.mask)
+                for gate in (gates["query"], gates["kv"], in_float64(gates["ffn"]).mean(dim=-1))
             )
             keys = kv.cumsum(dim=1) if stack == "decoder" else kv.sum(dim=1, keepdim=True)
             add(stack, own.per_query(query, keys) + own.kv * kv + cost.feed_forward * feed_forward)
             if "cross_kv" in gates and "encoder" in observation.tokens:
-                keys = used_and_full(gates["cross_kv"].double(), observation.tokens["encoder"].mask)
-                query = used_and_full(gates["cross_query"].double(), tokens.mask)
+                keys = used_and_full(in_float64(gates["cross_kv"]), observation.tokens["encoder"].mask)
+                query = used_and_full(in_float64(gates["cross_query"]), tokens.mask)
                 add("encoder", cross.kv * keys)
                 add(stack, cross.per_query(query, keys.sum(dim=1, keepdim=True)))
     return found

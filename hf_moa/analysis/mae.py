@@ -31,7 +31,7 @@ class _Layer:
 
     def add(self, weights: Tensor) -> Tensor:
         """Count gates `[n, E]` and return the expert that each input is attributed to, `[n]`."""
-        weights = weights.double().cpu()
+        weights = weights.cpu().double()
         expert = weights.argmax(dim=-1)
         self.inputs += len(weights)
         self.entropy += torch.special.entr(weights).sum().item()

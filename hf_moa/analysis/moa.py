@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_moa.kinds import is_one
 from hf_moa.modeling.moa import MixtureOfAttentionExperts
+from hf_moa.modeling.precision import in_float64
 from hf_moa.modeling.routing import TopKRouter, largest
 
 from .observe import Observation, mixtures_by_part
@@ -37,9 +38,9 @@ class _Layer:
         probabilities = logits.softmax(dim=-1)  # as the router ranks them
         chosen = largest(probabilities, self.num_selected)
         self.tokens += len(ids)
-        self.entropy += torch.special.entr(probabilities.double()).sum().item()
+        self.entropy += torch.special.entr(in_float64(probabilities)).sum().item()
         self.counts.add(ids.cpu(), chosen.cpu())
-        rows = torch.zeros(probabilities.shape, dtype=torch.float64, device=chosen.device)
+        rows = torch.zeros_like(probabilities, dtype=torch.float32)
         rows.scatter_(1, chosen, 1.0)
         self.chosen_together += (rows.T @ rows).cpu()
 
@@ -87,7 +88,7 @@ class MoaMeasure:
             if part == "feed_forward":
                 tokens = int(observation.tokens[stack].mask.sum())
                 so_far = self.feed_forward.get(name, torch.zeros(load.shape, dtype=torch.float64))
-                self.feed_forward[name] = so_far + tokens * load.double().cpu()
+                self.feed_forward[name] = so_far + tokens * load.cpu().double()
                 self.feed_forward_tokens[name] = self.feed_forward_tokens.get(name, 0) + tokens
 
     def tables(self) -> dict[str, pd.DataFrame]:

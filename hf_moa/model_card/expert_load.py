@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_moa.markdown import table
+from hf_moa.modeling.precision import in_float64
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +49,7 @@ class MeanExpertLoad:
     def add(self, load: Mapping[str, Tensor] | None) -> None:
         """Add a batch: `{part of the layer: [layers, N]}`. Layers that routed nothing do not count."""
         for part, shares in (load or {}).items():
-            shares = shares.detach().double()
+            shares = in_float64(shares.detach())
             # shape: (layers, N) -> (layers, 1)
             count = shares.sum(dim=-1, keepdim=True).gt(0).to(shares.dtype)
             if part in self._sums:

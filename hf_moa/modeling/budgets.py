@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .precision import in_float64
+
 
 class BudgetIndex(NamedTuple):
     """Budgets that are already resolved: `position` `[B]` into the distinct budgets."""
@@ -124,9 +126,10 @@ class BudgetList:
             )
         if rows.ndim == 1:
             rows = rows.unsqueeze(-1).expand(-1, self.width)
-        table = torch.tensor(self.distinct, device=budget.device, dtype=torch.float64)
+        rows = in_float64(rows)
+        table = torch.tensor(self.distinct, device=rows.device, dtype=rows.dtype)
         # shape: (B, 1, width) - (budgets, width) -> (B, budgets)
-        distance = (rows.double().unsqueeze(1) - table).abs().amax(dim=-1)
+        distance = (rows.unsqueeze(1) - table).abs().amax(dim=-1)
         closest, index = distance.min(dim=-1)
         known = (closest <= _tolerance(budget)).all()  # False for NaN too
         if torch.compiler.is_compiling():

@@ -13,6 +13,14 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+WITHOUT_FLOAT64 = {"mps"}  # kinds of devices: Apple's GPUs
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """`x` in float64; in float32 on a device that has no float64."""
+    return x.float() if x.device.type in WITHOUT_FLOAT64 else x.double()
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)`, whose look at a tensor that needs nothing takes as long as a small operator."""
     return x if x.dtype is dtype else x.to(dtype)

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_moa.modeling.budgets import made_on
+from hf_moa.modeling.precision import in_float64
+
 
 class StepStatistics:
     """Running means of losses, compute, entropies and loads; tensors stay on the device until asked.
@@ -25,13 +28,12 @@ class StepStatistics:
 
     def __init__(self):
         self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor | float] = {}
         self.latest: dict[str, Tensor] = {}  # losses of the last micro-batch
 
     def add(self, name: str, total: Tensor, weight: Tensor | float = 1.0) -> None:
         """Add a scalar, the sum of `weight` values, to the mean of that name."""
-        total = total.detach().double()
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device)
+        total = in_float64(total.detach())
         if name in self._sums:
             total, weight = self._sums[name] + total, self._weights[name] + weight
         self._sums[name], self._weights[name] = total, weight
@@ -69,8 +71,8 @@ class StepStatistics:
         rows = budget.view(len(fraction), -1)
         for known in budgets:
             values = known if isinstance(known, tuple) else (known,)
-            drawn = (rows - rows.new_tensor(values)).abs().amax(dim=-1) < 1e-6
-            count = drawn.sum().double()
+            drawn = (rows - made_on(rows.device, values, rows.dtype)).abs().amax(dim=-1) < 1e-6
+            count = in_float64(drawn.sum())
             name = "compute_fraction_" + "_".join(f"{value:g}" for value in values)
             self.add(name, (fraction * drawn).sum(), count)
 
@@ -91,7 +93,9 @@ class StepStatistics:
         names = list(self._sums)
         if not names:
             return {}
-        sums = torch.stack([torch.stack([self._sums[n].cpu(), self._weights[n].cpu()]) for n in names])
+        sums = torch.tensor(
+            [[float(self._sums[n]), float(self._weights[n])] for n in names], dtype=torch.float64
+        )
         self._sums, self._weights = {}, {}
         sums = sum_over_processes(sums).tolist()
         return {

@@ -7,6 +7,7 @@ from families import LANGUAGE_MODELS, each_class, each_mechanism, each_variant, 
 from test_no_waiting import WIDTH, masks_made_without_looking  # noqa: F401
 
 from hf_moa.modeling import expert_linear
+from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
 
 pytestmark = pytest.mark.gpu
 
@@ -112,7 +113,10 @@ def test_waits_for_no_number(case, fields):
     def step():
         with torch.no_grad():
             model.eval()(**inputs)
-        model.train()(**inputs, **labels).loss.backward()
+        outputs = model.train()(**inputs, **labels)
+        outputs.loss.backward()
+        budgets = distinct_budgets(model.config)
+        StepStatistics().add_outputs(outputs, part_of_mean=None, budgets=budgets)
 
     step()  # what is built once
     torch.cuda.synchronize()
