@@ -22,6 +22,7 @@ import mae
 import masked_lm
 import memory
 import moa
+import moe
 import torch
 import transformers
 from tables import Table, conditions, merged, summary
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "mae": mae.measure,
     "moa": moa.measure,
     "experts": experts.measure,
+    "moe": moe.measure,
     "cct": cct.measure,
     "mae_decoding": decoding.measure_mae,
     "cct_decoding": decoding.measure_cct,

@@ -103,7 +103,7 @@ def test_unknown_benchmark_is_an_error(benchmarks, capsys):
     with pytest.raises(SystemExit, match="2"):
         benchmarks("run").main(["speed"])
     assert (
-        "must be of mae, moa, experts, cct, mae_decoding, cct_decoding, small_cct_decoding, memory"
+        "must be of mae, moa, experts, moe, cct, mae_decoding, cct_decoding, small_cct_decoding"
         in capsys.readouterr().err
     )
 
@@ -144,3 +144,16 @@ def test_the_published_codes_algorithm_is_moa(benchmarks):
             layer.bias.copy_(bias)
         x = torch.randn(2, 7, 32, dtype=torch.float64)
         torch.testing.assert_close(ours.update(output, ours(x)), peer(x))
+
+
+def test_mixtral_is_sparse_moe(benchmarks):
+    """What sparse MoE is timed against computes the same function."""
+    moe = benchmarks("moe")
+    size = moe.Size(hidden_size=16, expert_size=24, batch=2, length=7)
+    ours, peer = moe.own_layers(size, True)["MoE, N=8"], moe.mixtral_layers(size)["Mixtral, N=8"]
+    with torch.no_grad():
+        peer.gate.weight.copy_(ours.router.gate.weight)
+        peer.experts.gate_up_proj.copy_(ours.experts.gate_up_proj)
+        peer.experts.down_proj.copy_(ours.experts.down_proj)
+        x = torch.randn(2, 7, 16)
+        torch.testing.assert_close(ours(x)[0], peer(x))
