@@ -12,10 +12,12 @@ random one (greedy search). The report:
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
 import mae_translation
+import translation_runs
 from experiment import TATOEBA_DIR, Experiment, Phase
 from figures import Panel, draw_variants
 from gate_measures import mae_gates, tables_of
@@ -26,18 +28,24 @@ from translation_runs import CORPORA, Translator
 from hf_moa.markdown import table
 from hf_moa_cli.command import load_checkpoint
 
-VARIANTS = [
-    name
-    for name, flags in mae_translation.VARIANTS.items()
-    if flags["attention_type"] == "mae" and flags.get("mae_num_dropped_heads", 1) == 1
-]
+HEADS = translation_runs.SIZE["num_heads"]
+# heads that an expert drops -> the variants with such experts
+VARIANTS = {
+    dropped: [
+        name
+        for name, flags in mae_translation.VARIANTS.items()
+        if flags["attention_type"] == "mae" and flags.get("mae_num_dropped_heads", 1) == dropped
+    ]
+    for dropped in (1, 2)
+}
 SHOWN = {"seed": mae_translation.SEEDS[0]}  # whose attribution and tokens the report shows
 PARTS = {"encoder": "encoder", "decoder": "decoder", "cross": "cross-attention"}
 TOKENS = 8  # of each expert
 
 
 def runs(results: Results) -> list[Settings]:
-    return [run for run in mae_translation.runs(results) if run["variant"] in VARIANTS]
+    variants = {name for names in VARIANTS.values() for name in names}
+    return [run for run in mae_translation.runs(results) if run["variant"] in variants]
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> dict:
@@ -87,8 +95,29 @@ def layers(tables: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def report(results: Results, folder: Path) -> str:
-    """Tables in Markdown; a figure for each corpus is written to `folder`."""
-    entropy = Column("entropy (uniform: 2.079)", "entropy", "{:.3f}")
+    """Tables in Markdown; a figure for each corpus and size of experts is written to `folder`."""
+    parts = []
+    for corpus in CORPORA:
+        parts.append(f"### {corpus}")
+        for dropped, variants in VARIANTS.items():
+            if not any(results.find(corpus=corpus, variant=each) for each in variants):
+                continue
+            experts = math.comb(HEADS, dropped)
+            entropy, drops, columns = measures_of(experts)
+            panels = [Panel(each, settings={"corpus": corpus}) for each in (entropy, *drops)]
+            draw_variants(results, variants, panels, folder / f"{corpus}_{HEADS - dropped}_heads.svg")
+            table_of_variants = variant_table(results, variants, columns, corpus=corpus)
+            parts += [f"{experts} experts of {HEADS - dropped} heads:", table_of_variants]
+        for variant in VARIANTS[1]:
+            rows = results.find(corpus=corpus, variant=variant, **SHOWN)
+            if rows and "UNI" not in variant:
+                parts += [f"{variant}, seed {SHOWN['seed']}:", attribution(rows[0]["measured"])]
+    return "\n\n".join([*parts, time_and_machine(results)])
+
+
+def measures_of(experts: int) -> tuple[Column, list[Column], list[Column]]:
+    """The entropy, what single experts lose, and the columns of a table of these and more."""
+    entropy = Column(f"entropy (uniform: {math.log(experts):.3f})", "entropy", "{:.3f}")
     drops = [
         Column("drop with the expert of the largest gate", "drop argmax", "{:.2f}"),
         Column("drop with a random one", "drop random", "{:.2f}"),
@@ -100,16 +129,7 @@ def report(results: Results, folder: Path) -> str:
         Column("BLEU", "bleu mixture", "{:.2f}"),
         *drops,
     ]
-    parts = []
-    for corpus in CORPORA:
-        measures = [Panel(each, settings={"corpus": corpus}) for each in (entropy, *drops)]
-        draw_variants(results, VARIANTS, measures, folder / f"{corpus}.svg")
-        parts += [f"### {corpus}", variant_table(results, VARIANTS, columns, corpus=corpus)]
-        for variant in VARIANTS:
-            rows = results.find(corpus=corpus, variant=variant, **SHOWN)
-            if rows and "UNI" not in variant:
-                parts += [f"{variant}, seed {SHOWN['seed']}:", attribution(rows[0]["measured"])]
-    return "\n\n".join([*parts, time_and_machine(results)])
+    return entropy, drops, columns
 
 
 def attribution(measured: dict[str, Any]) -> str:
