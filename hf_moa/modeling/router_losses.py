@@ -10,27 +10,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .process_sum import sum_over_processes
-
 # Keeps CV^2 finite where nothing was routed (a batch of padding only).
 _EPSILON = 1e-10
 
 
-def expert_load(
-    probabilities: Tensor, index: Tensor, *, mask: Tensor | None, over_processes: bool = False
+def expert_counts(
+    index: Tensor, *, num_experts: int, mask: Tensor | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Share of the k * tokens assignments that each expert got, `[..., N]` without gradient; they sum to
-    1 (zeros where there was nothing to route).
+    """How many of the k * tokens assignments each expert got, `[..., N]` without gradient.
 
     Args:
-        probabilities: `[..., B, T, N]`, of all experts; what they are does not matter.
         index: `[..., B, T, k]` int64, chosen experts.
-        over_processes: count the tokens of all processes, not of this one alone.
+        num_experts: N.
+        dtype: to count in; half precision would stop at a few hundred.
     """
-    ones = probabilities.new_ones(index.shape)
-    counts = _sum_by_expert(ones, index, probabilities.shape[-1], mask)
-    if over_processes:
-        counts = sum_over_processes(counts)
+    ones = torch.ones(index.shape, dtype=dtype, device=index.device)
+    return _sum_by_expert(ones, index, num_experts, mask)
+
+
+def expert_load(counts: Tensor) -> Tensor:
+    """The experts' shares of the assignments, `[..., N]`; they sum to 1 (zeros where nothing was
+    routed).
+
+    Args:
+        counts: `[..., N]`, of `expert_counts`, of this process or of all.
+    """
     return counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
 
 

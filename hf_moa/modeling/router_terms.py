@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .process_sum import sum_over_processes
 from .routing import Noise, Routing
 from .transforms import is_traced
 
@@ -34,17 +36,28 @@ def router_terms(
     """
     terms: dict[str, Tensor] = {}
     loads: dict[str, dict[int, Tensor]] = {}
+    device = _last_device(records)
     for (name, per_layer, *_), alike in _alike(records).items():
-        for found in _at_once(alike):
-            layers = [layer for layer, _ in found]
-            losses, load = _stacked([each for _, routings in found for each in routings]).measure()
+        for layers, routings, counts in _at_once(alike):
+            losses, load = _stacked(routings).measure(counts)
             for loss, values in losses.items():
-                total = values.sum() / per_layer
-                terms[loss] = total + terms[loss].to(total.device) if loss in terms else total
+                total = (values.sum() / per_layer).to(device)
+                terms[loss] = terms[loss] + total if loss in terms else total
             # shape: (layers * routers, N) -> (layers, routers * N)
             load = load.view(len(layers), -1) / per_layer
             loads.setdefault(_PARTS[name], {}).update(zip(layers, load, strict=True))
     return terms, {part: _in_order(rows) for part, rows in loads.items()}
+
+
+def _last_device(records: list[dict[str, dict[str, Any]]]) -> torch.device | None:
+    """That of the last layer with routers; None without any."""
+    devices = [
+        routing.logits.device
+        for layer in records
+        for record in layer.values()
+        for routing in record.get("routings") or ()
+    ]
+    return devices[-1] if devices else None
 
 
 def _alike(
@@ -62,13 +75,25 @@ def _alike(
     return found
 
 
-def _at_once(alike: list[tuple[int, list[Routing]]]) -> list[list[tuple[int, list[Routing]]]]:
-    """The same, in lists of those to be stacked."""
-    routings = alike[0][1]
+def _at_once(
+    alike: list[tuple[int, list[Routing]]],
+) -> Iterator[tuple[list[int], list[Routing], Tensor | None]]:
+    """Layers to be stacked, their routings, and where these balance globally their experts' counts."""
+    first = alike[0][1]
     number = len(alike)
-    if not is_traced(routings[0].logits):  # to a compiler, sizes are no numbers
-        number = max(1, _MOST_AT_ONCE // max(1, len(routings) * routings[0].logits.numel()))
-    return [alike[i : i + number] for i in range(0, len(alike), number)]
+    if not is_traced(first[0].logits):  # to a compiler, sizes are no numbers
+        number = max(1, _MOST_AT_ONCE // max(1, len(first) * first[0].logits.numel()))
+    # one sum for all: other processes, with batches of other sizes, stack other numbers of layers
+    counts = None
+    if first[0].balances_globally:
+        own = [routing.counts() for _, routings in alike for routing in routings]
+        counts = sum_over_processes(torch.stack(own))
+    for start in range(0, len(alike), number):
+        layers, per_layer = zip(*alike[start : start + number], strict=True)
+        routings = [routing for each in per_layer for routing in each]
+        place = start * len(first)
+        part = None if counts is None else counts[place : place + len(routings)]
+        yield list(layers), routings, part
 
 
 def _stacked(routings: list[Routing]) -> Routing:

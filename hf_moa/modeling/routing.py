@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32
+from .process_sum import sum_over_processes
 from .router_losses import (
+    expert_counts,
     expert_load,
     importance_loss,
     load_balance_loss,
@@ -62,24 +64,35 @@ class Routing(NamedTuple):
         """`[N]`, share of the assignments that each expert got, padding excluded."""
         return self.measure()[1]
 
-    def measure(self) -> tuple[dict[str, Tensor], Tensor]:
-        """`losses` and `load`."""
-        num_experts = self.logits.shape[-1]
-        probabilities = self.logits.softmax(dim=-1)  # again: to hold those of all layers takes memory
-        load = expert_load(
-            probabilities, self.index, mask=self.mask, over_processes=self.balances_globally
-        )
+    def counts(self) -> Tensor:
+        """`[N]`, the assignments that each expert got from this process, padding excluded."""
+        dtype = torch.promote_types(self.logits.dtype, torch.float32)
+        return expert_counts(self.index, num_experts=self.logits.shape[-1], mask=self.mask, dtype=dtype)
+
+    def measure(self, counts: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
+        """`losses` and `load`.
+
+        Args:
+            counts: `[N]`, the assignments that each expert got, of all processes where the load is;
+                None counts them.
+        """
+        # FSDP casts what a layer returns to the precision that it computes in
+        logits, weight = at_least_float32(self.logits), at_least_float32(self.weight)
+        if counts is None:
+            counts = sum_over_processes(self.counts()) if self.balances_globally else self.counts()
+        load = expert_load(counts)
+        num_experts = logits.shape[-1]
+        probabilities = logits.softmax(dim=-1)  # again: to hold those of all layers takes memory
         losses = {
             "router_balance_loss": load_balance_loss(probabilities, load, mask=self.mask),
-            "router_z_loss": z_loss(self.logits, mask=self.mask),
+            "router_z_loss": z_loss(logits, mask=self.mask),
             "router_importance_loss": importance_loss(
-                self.weight, self.index, num_experts=num_experts, mask=self.mask
+                weight, self.index, num_experts=num_experts, mask=self.mask
             ),
         }
         if self.noise is not None:
-            smooth = smooth_load(
-                self.noise.clean, self.logits, self.noise.scale, num_selected=self.index.shape[-1]
-            )
+            clean, scale = map(at_least_float32, self.noise)
+            smooth = smooth_load(clean, logits, scale, num_selected=self.index.shape[-1])
             losses["router_load_loss"] = load_loss(smooth, mask=self.mask)
         return losses, load
 

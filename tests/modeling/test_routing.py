@@ -8,7 +8,7 @@ from references import cv_squared
 
 from hf_moa.modeling import router_losses, routing
 from hf_moa.modeling.router_terms import router_terms
-from hf_moa.modeling.routing import NoisyTopKRouter, TopKRouter
+from hf_moa.modeling.routing import Noise, NoisyTopKRouter, TopKRouter
 
 
 def router(kind=TopKRouter, *, experts=6, selected=2, detach=False):
@@ -116,18 +116,16 @@ def test_balance_and_z_losses_equal_the_paper():
 def test_balance_loss_of_an_even_router_is_one():
     probabilities = torch.full((1, 12, 4), 0.25)
     index = torch.arange(24).view(1, 12, 2) % 4
-    loss = router_losses.load_balance_loss(
-        probabilities, router_losses.expert_load(probabilities, index, mask=None), mask=None
-    )
+    counts = router_losses.expert_counts(index, num_experts=4, mask=None)
+    loss = router_losses.load_balance_loss(probabilities, router_losses.expert_load(counts), mask=None)
     assert loss.item() == pytest.approx(1.0)
 
 
 def test_balance_loss_of_a_collapsed_router_is_n_over_k():
     probabilities = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(1, 12, 4)
     index = torch.tensor([0, 1]).expand(1, 12, 2)
-    loss = router_losses.load_balance_loss(
-        probabilities, router_losses.expert_load(probabilities, index, mask=None), mask=None
-    )
+    counts = router_losses.expert_counts(index, num_experts=4, mask=None)
+    loss = router_losses.load_balance_loss(probabilities, router_losses.expert_load(counts), mask=None)
     assert loss.item() == pytest.approx(2.0)
 
 
@@ -190,6 +188,62 @@ def test_layers_that_are_measured_at_once_are_as_by_themselves(kind, masked, mos
     assert loads.keys() == expected.keys()
     for part, load in loads.items():
         torch.testing.assert_close(load, expected[part])
+
+
+def test_processes_sum_alike_whatever_their_batches(monkeypatch):
+    """One with longer rows measures fewer layers at once: each must take part in the same sums."""
+    monkeypatch.setattr("hf_moa.modeling.router_terms._MOST_AT_ONCE", 500)
+    summed = []
+
+    def with_a_process_of_the_same(counts):
+        summed.append(counts.shape)
+        return counts + torch.tensor([1.0, 0, 0, 0, 0, 7])
+
+    for module in ("router_terms", "routing"):
+        monkeypatch.setattr(f"hf_moa.modeling.{module}.sum_over_processes", with_a_process_of_the_same)
+    shapes = []
+    for length in (2, 50):
+        x = torch.randn(3, length, 32, dtype=torch.float64)
+        routers = [router().train() for _ in range(4)]
+        for each in routers:
+            each.balances_globally = True
+        routings = [each(x) for each in routers]
+        records = [{"ffn": {"routings": routings[:2]}}, {"ffn": {"routings": routings[2:]}}]
+        terms, loads = router_terms(records)
+        shapes.append(list(summed))
+        expected = sum(each.losses["router_balance_loss"] for each in routings) / 2
+        torch.testing.assert_close(terms["router_balance_loss"], expected)
+        torch.testing.assert_close(
+            loads["feed_forward"], torch.cat([each.load for each in routings]).view(2, -1) / 2
+        )
+        summed.clear()
+    assert shapes == [[(4, 6)], [(4, 6)]]
+
+
+def test_terms_are_on_the_device_of_the_last_layer():
+    devices = ["meta", "cpu", "meta"]
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    routings = [router().to(device)(x.to(device)) for device in devices]
+    terms, loads = router_terms([{"self": {"routings": [each]}} for each in routings])
+    assert {x.device.type for x in [*terms.values(), *loads.values()]} == {"meta"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_fsdp_casts_is_measured_in_float32(dtype):
+    x, mask = hidden()
+    routing = router(NoisyTopKRouter).train()(x, mask)
+    weight, logits, *noise = (
+        each.to(dtype).detach() for each in (routing.weight, routing.logits, *routing.noise)
+    )
+    cast = routing._replace(weight=weight, logits=logits, noise=Noise(*noise))
+    again = routing._replace(
+        weight=weight.float(), logits=logits.float(), noise=Noise(*(each.float() for each in noise))
+    )
+    assert cast.counts().dtype == torch.float32
+    for name, loss in again.losses.items():
+        assert torch.equal(cast.losses[name], loss), name
+        assert loss.isfinite()
+    assert torch.equal(cast.load, again.load)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
