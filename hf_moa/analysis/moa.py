@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_moa.kinds import is_one
 from hf_moa.modeling.moa import MixtureOfAttentionExperts
-from hf_moa.modeling.precision import in_float64
+from hf_moa.modeling.precision import in_float64, without_autocast
 from hf_moa.modeling.routing import TopKRouter, largest
 
 from .observe import Observation, mixtures_by_part
@@ -42,7 +42,8 @@ class _Layer:
         self.counts.add(ids.cpu(), chosen.cpu())
         rows = torch.zeros_like(probabilities, dtype=torch.float32)
         rows.scatter_(1, chosen, 1.0)
-        self.chosen_together += (rows.T @ rows).cpu()
+        with without_autocast(rows.device.type):  # half precision would round the counts
+            self.chosen_together += (rows.T @ rows).cpu()
 
     @property
     def share_chosen(self) -> Tensor:

@@ -154,3 +154,14 @@ def test_kinds_of_tokens(tokenizer):
     kinds = [vocabulary.kind(index) for index in range(6)]
     assert kinds == ["special", "word", "word piece", "number", "punctuation", "punctuation"]
     assert Vocabulary(tokenizer, kind_of=len).kind(1) == len(tokenizer.tokens[1])
+
+
+def test_counts_are_exact_under_autocast():
+    """More tokens than half precision can count."""
+    measure = MoaMeasure(CASE["BertForMaskedLM"].build(**FIELDS), Vocabulary())
+    layer = measure.layers["encoder"][0]
+    ids, logits = torch.arange(3001) % 67, torch.randn(3001, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer.add(ids, logits)
+    expected = logits.topk(4).indices.flatten().bincount(minlength=6)
+    assert layer.chosen_together.diagonal().tolist() == expected.tolist()
