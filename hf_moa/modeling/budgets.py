@@ -215,7 +215,7 @@ def made_on(device: torch.device, values: Sequence[float], dtype: torch.dtype | 
     """Numbers that Python knows, as a tensor; on an accelerator none is copied, which would have to
     wait for all that was begun before."""
     if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device=device)
     return torch.stack([torch.full((), value, device=device, dtype=dtype) for value in values])
 
 

@@ -15,7 +15,7 @@ from references import cct_attention, control, layer_norm
 
 from hf_moa import MoaBertForMultipleChoice, MoaBertForSequenceClassification, MoaBertModel
 from hf_moa.modeling.attention import GatedAttention
-from hf_moa.modeling.budgets import BudgetControl
+from hf_moa.modeling.budgets import BudgetControl, made_on
 from hf_moa.modeling.cct import ControlNetwork, GatedAttentionControl
 from hf_moa.modeling.cct_costs import AttentionCost, AttentionUse, budget_loss
 from hf_moa.modeling.feed_forward import build_feed_forward
@@ -401,3 +401,8 @@ def test_control_symbols_and_gates_of_a_converted_model_start_neutral():
     for layer in gates:
         for gate in layer.values():
             torch.testing.assert_close(gate, torch.full_like(gate, torch.sigmoid(torch.tensor(4.0))))
+
+
+def test_budgets_are_made_where_the_model_is():
+    with torch.device("meta"):
+        assert made_on(torch.device("cpu"), [1, 0.5]).tolist() == [1, 0.5]
