@@ -47,7 +47,7 @@ _PROJECTIONS = "attention output projections"
 _HEAD = re.compile(r"\.(classifier|score|classification_head\.out_proj)\.weight$")
 
 
-class FTGPeftType(str, Enum):
+class FTGPeftType(str, Enum):  # noqa: UP042 - as PEFT's own
     """PEFT's name of the method. (Its own enumeration is closed.)"""
 
     FTG = "FTG"
