@@ -25,12 +25,8 @@ from .gate_norm import GateBatchNorm
 from .mae import EXPERT_SELECTIONS, MAE_PHASES, MaeGate, MixtureOfHeads
 from .moe import FeedForwardExperts
 from .routing import TopKRouter
+from .sharding import FSDPModule
 from .transforms import is_traced
-
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError:  # torch without distributed training
-    FSDPModule = None
 
 with suppress(ImportError):  # where PEFT is missing, which only adapters need
     from .ftg_model import FTGModel  # noqa: F401 - PEFT then knows the method
@@ -227,9 +223,7 @@ class GatedModel:
         """Without the class that FSDP version 2 has put before the model's, and whose module and name
         transformers would save."""
         sharded = type(self)
-        self.__class__ = next(
-            each for each in sharded.__mro__ if not (FSDPModule and issubclass(each, FSDPModule))
-        )
+        self.__class__ = next(each for each in sharded.__mro__ if not issubclass(each, FSDPModule))
         try:
             yield
         finally:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from hf_moa.modeling.sharding import DTensor
 from hf_moa.modeling.task_losses import IGNORE_INDEX
 
 NO_LABELS = (

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_moa.kinds import is_one
 from hf_moa.modeling.mae import MaeGate
 from hf_moa.modeling.process_sum import has_several_processes
+from hf_moa.modeling.sharding import DTensor
 
 MAE_TRAININGS = ("bcd", "expert", "joint")
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -22,6 +21,8 @@ from transformers.trainer_utils import HPSearchBackend, has_length
 from transformers.utils import logging
 
 from hf_moa.model_card import MeanExpertLoad
+from hf_moa.modeling.precision import on_device
+from hf_moa.modeling.sharding import FSDPModule
 from hf_moa.modeling.task_losses import next_token_labels, token_share
 
 from .arguments import (
@@ -419,7 +420,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
     def _sum_over_processes(self, x: Tensor) -> Tensor:
         if self.accelerator.num_processes == 1:
             return x
-        return self.accelerator.reduce(x.to(self.args.device), reduction="sum").cpu()
+        return self.accelerator.reduce(on_device(x, self.args.device), reduction="sum").cpu()
 
     # --- divergence -------------------------------------------------------------------------------
 
