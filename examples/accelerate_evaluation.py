@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import default_data_collator
 
+from hf_moa.modeling.precision import in_float64
+
 
 def mean_over_labels(
     accelerator: Accelerator, model: nn.Module, loader: Iterable, shifts_labels: bool
@@ -32,7 +34,7 @@ def mean_over_labels(
             logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
         )
         # shape: (B, 2), so that rows repeated for even batches are dropped
-        sums = torch.stack([losses.double().sum(1), (labels != IGNORE_INDEX).double().sum(1)], dim=1)
+        sums = torch.stack([in_float64(x).sum(1) for x in (losses, labels != IGNORE_INDEX)], dim=1)
         rows.append(accelerator.gather_for_metrics(sums).cpu())
     total, count = torch.cat(rows).sum(dim=0).tolist()
     if not count:

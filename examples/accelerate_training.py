@@ -40,6 +40,7 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from hf_moa.model_card.facts import at_budget
 from hf_moa.modeling.gated_model import GatedModel
+from hf_moa.modeling.precision import on_device
 from hf_moa.training import (
     NonFiniteGradientError,
     TrainingDivergedError,
@@ -351,14 +352,14 @@ class GatedTraining:
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         if self.accelerator.num_processes == 1:
             return x
-        return self.accelerator.reduce(x.to(self.accelerator.device), reduction="sum").cpu()
+        return self.accelerator.reduce(on_device(x, self.accelerator.device), reduction="sum").cpu()
 
     def _log(self, bar: tqdm) -> None:
         step = self.progress.step
         if step % self.args.logging_steps and step != self.max_steps:
             return
         self._count_tokens()
-        loss = float(self._sum(self.loss.double().cpu()))
+        loss = float(self._sum(self.loss.cpu().double()))
         seconds = time.perf_counter() - self.started - self.seconds_elsewhere
         logs = {
             "loss": loss / self.accelerator.num_processes / self.updates_since_log,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .precision import in_float64
+from .precision import in_float64, on_device
 
 
 class BudgetIndex(NamedTuple):
@@ -103,7 +103,7 @@ class BudgetList:
         if isinstance(budget, BudgetIndex):
             return budget.position
         if isinstance(budget, Tensor):
-            return self._match(budget.to(device), batch_size)
+            return self._match(on_device(budget, device), batch_size)
         if budget is not None:
             return torch.full((batch_size,), self.position(budget), device=device)
         if not training:

@@ -13,12 +13,22 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-WITHOUT_FLOAT64 = {"mps"}  # kinds of devices: Apple's GPUs
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64: Apple's GPUs and some of Intel's do not."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_capability(device).get("has_fp64", True))
+    return device.type != "mps"
 
 
 def in_float64(x: Tensor) -> Tensor:
     """`x` in float64; in float32 on a device that has no float64."""
-    return x.float() if x.device.type in WITHOUT_FLOAT64 else x.double()
+    return x.double() if has_float64(x.device) else x.float()
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """`x.to(device)`, of float64 in float32 where the device has no float64."""
+    too_wide = x.dtype == torch.float64 and not has_float64(device)
+    return (x.float() if too_wide else x).to(device)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 
 from hf_moa.markdown import union_table
+from hf_moa.modeling.precision import on_device
 
 Budget = float | tuple[float, float]
 
@@ -72,12 +73,15 @@ class _ComputeFractionRecorder:
     def __enter__(self):
         self._handle = self.model.register_forward_hook(self._record)
         self.prediction_step = self.trainer.prediction_step
+        self._own = vars(self.trainer).get("prediction_step")
         self.trainer.prediction_step = self._step
         return self
 
     def __exit__(self, *exc_info):
         self._handle.remove()
-        self.trainer.prediction_step = self.prediction_step
+        del self.trainer.prediction_step  # a bound method would keep the trainer and its model alive
+        if self._own is not None:
+            self.trainer.prediction_step = self._own
 
     def mean(self) -> float:
         """The mean over sequences (not over batches, whose sizes differ), of all processes."""
@@ -85,7 +89,7 @@ class _ComputeFractionRecorder:
         fractions = torch.cat([torch.zeros(0), *(fraction.cpu() for fraction in self.fractions)])
         total = torch.tensor([fractions.double().sum(), len(fractions)], dtype=torch.float64)
         if accelerator.num_processes > 1:
-            total = accelerator.reduce(total.to(accelerator.device), reduction="sum")
+            total = accelerator.reduce(on_device(total, accelerator.device), reduction="sum")
         if total[1] == 0:
             raise ValueError(
                 f"{type(self.model).__name__} returned no `compute_fraction`. Its outputs must be "

@@ -104,6 +104,18 @@ def test_one_batch_warms_up_each_budget_and_does_not_count(tmp_path):
     assert model.batch_sizes == [2, 2, 2, 1] * 2
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_trainer_is_afterwards_as_it_was(tmp_path, own):
+    """A method bound to itself would hold it, and its model, in memory."""
+    trainer = make_trainer(FakeCCTModel(), tmp_path)
+    if own:
+        trainer.prediction_step = step = trainer.prediction_step
+    evaluate_budgets(trainer, budgets=[1])
+    assert ("prediction_step" in vars(trainer)) == own
+    if own:
+        assert trainer.prediction_step is step
+
+
 def test_given_dataset_budgets_and_prefix(tmp_path):
     model = FakeCCTModel()
     data = [{"work": torch.tensor(0.5), "labels": torch.tensor(1)}] * 5
