@@ -1,10 +1,15 @@
 """What a run ran on: versions of the packages that matter, threads, accelerator."""
 
+from __future__ import annotations
+
 import os
 import platform
 import sys
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "accelerate", "hf-moa")
 
@@ -14,8 +19,9 @@ def environment() -> dict[str, Any]:
 
     Returns:
         `python`, one entry per package (its version, or None where it is not installed),
-        `platform`, `processor`, `cpus` (usable by this process), `threads` (of torch) and `cuda`
-        (names of the devices, an empty list without any).
+        `platform`, `processor`, `cpus` (usable by this process), `threads` (of torch), `accelerator`
+        (such as cuda or mps; None without any) and `cuda` (names of the devices, an empty list without
+        any).
     """
     import torch
 
@@ -27,10 +33,25 @@ def environment() -> dict[str, Any]:
         "processor": _processor(),
         "cpus": usable_cpus(),
         "threads": torch.get_num_threads(),
+        "accelerator": torch.accelerator.current_accelerator().type
+        if torch.accelerator.is_available()
+        else None,
         "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if cuda
         else [],
     }
+
+
+def device_name(device: torch.device) -> str:
+    """What computes: a GPU by its name, or the processor and the threads that torch has of it."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def version_of(package: str) -> str | None:

@@ -83,8 +83,8 @@ def _seconds(function: Callable[[], object], calls: int) -> float:
 
 
 def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def _half_quartile_distance(values: list[float]) -> float:

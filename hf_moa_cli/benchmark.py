@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_moa.analysis.observe import gated_model_of
     from hf_moa.benchmark import benchmark
-    from hf_moa.environment import environment
+    from hf_moa.environment import device_name, environment
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -55,13 +55,12 @@ def run(args: argparse.Namespace) -> int:
     model = gated_model_of(model)
     batch = {name: x.to(model.device) for name, x in _batch(args, model).items()}
     rows = benchmark(model, batch, budgets=args.budgets, turns=args.turns)
-    facts = environment()
     if args.json:
-        print(json.dumps({"environment": facts, "rows": rows}, indent=1))
+        print(json.dumps({"environment": environment(), "rows": rows}, indent=1))
         return 0
     shape = "x".join(map(str, batch["input_ids"].shape))
     print(
-        f"{facts['processor']}, {facts['threads']} threads, {args.dtype}, {shape} "
+        f"{device_name(model.device)}, {args.dtype}, {shape} "
         f"{'random tokens' if args.data is None else 'tokens of ' + args.data}\n"
     )
     print(_table(rows))

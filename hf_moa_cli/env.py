@@ -26,6 +26,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     for name, value in facts.items():
-        shown = (", ".join(value) or "none") if isinstance(value, list) else value
-        print(f"{name}: {shown}")
+        shown = ", ".join(value) if isinstance(value, list) else value
+        print(f"{name}: {shown or 'none'}")
     return 0

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import EvalResult, ModelCard
 from transformers import Trainer, TrainingArguments
 from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.utils import logging
 
-from hf_moa.environment import environment
+from hf_moa.environment import device_name
 
 from .adapter import base_beside, peft_method, trained_in_words
 from .card import model_card
@@ -307,15 +306,7 @@ def _optimizer(args: TrainingArguments) -> str:
 
 
 def _machine(trainer: Trainer) -> str:
-    facts = environment()
-    device = trainer.args.device
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    elif device.type == "cpu":
-        threads = facts["threads"]
-        where = f"{facts['processor']}, {threads} thread{'s' if threads > 1 else ''}"
-    else:
-        where = str(device)
+    where = device_name(trainer.args.device)
     processes = f", {trainer.args.world_size} processes" if trainer.args.world_size > 1 else ""
     return f"{where}{processes}, {trainer.args.per_device_eval_batch_size} rows a batch"
 
