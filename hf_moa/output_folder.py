@@ -1,5 +1,7 @@
 """Output folders that are either whole or not there."""
 
+import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,7 +11,8 @@ from pathlib import Path
 
 @contextmanager
 def output_folder(path: str | Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
-    """A temporary folder beside `path` that becomes `path` when the block ends without an error.
+    """A temporary folder beside `path` that becomes `path` when the block ends without an error. (It is
+    in `path`, where that is there and its parent is closed to us.)
 
     Args:
         path: the folder to write. Missing parents are made.
@@ -27,21 +30,22 @@ def output_folder(path: str | Path, *, overwrite: bool, marker: str) -> Iterator
     path = Path(path).absolute()
     _check(path, overwrite=overwrite, marker=marker)
     path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{path.name}-", suffix=".partial", dir=path.parent))
+    is_closed = path.is_dir() and not os.access(path.parent, os.W_OK)
+    work = (path if is_closed else path.parent) / f".{path.name}-{secrets.token_hex(4)}.partial"
+    work.mkdir()  # with everybody's rights to it, where `tempfile`'s folders are for their owner alone
     try:
-        work.chmod(0o755)  # mkdtemp's folders are for their owner alone
         yield work
         # Somebody may have filled it meanwhile.
-        _check(path, overwrite=overwrite, marker=marker)
+        _check(path, overwrite=overwrite, marker=marker, work=work)
         _put_in_place(work, path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _check(path: Path, *, overwrite: bool, marker: str) -> None:
+def _check(path: Path, *, overwrite: bool, marker: str, work: Path | None = None) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} must be a folder (got a file); give another path")
-    if not path.exists() or not any(path.iterdir()):
+    if not path.exists() or all(entry == work for entry in path.iterdir()):
         return
     if not overwrite:
         raise ValueError(f"{path} is not empty; give another folder, or --overwrite to replace it")
@@ -57,7 +61,7 @@ def _put_in_place(work: Path, path: Path) -> None:
         work.rename(path)
         return
     # The folder itself stays: it may be someone's working directory, a link or a mount point.
-    old, new = list(path.iterdir()), list(work.iterdir())
+    old, new = [entry for entry in path.iterdir() if entry != work], list(work.iterdir())
     aside = Path(tempfile.mkdtemp(prefix=".", suffix=".replaced", dir=path))
     try:
         for entry in old:

@@ -135,3 +135,30 @@ def test_file_is_refused(tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(ValueError, match="must be a folder"):
         write(tmp_path / "out", overwrite=True)
+
+
+def test_result_has_the_rights_that_others_have(tmp_path):
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "out")
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_folder_whose_parent_is_closed(tmp_path, monkeypatch, earlier):
+    """As a mount point in a container may be."""
+    target = tmp_path / "out"
+    target.mkdir()
+    if earlier:
+        (target / "config.json").write_text("old")
+    made = Path.mkdir
+
+    def mkdir(path, *args, **kwargs):
+        if path.parent == tmp_path and not path.exists():
+            raise PermissionError(errno.EACCES, "closed", str(path))
+        return made(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    write(target, overwrite=earlier)
+    assert [entry.name for entry in target.iterdir()] == ["config.json"]
+    assert (target / "config.json").read_text() == "new"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -48,14 +48,15 @@ def write_card(card: ModelCard, path: str | Path) -> None:
     """Write a card; a file that is there is replaced at once or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, work = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    work = path.with_name(f".{path.name}-{secrets.token_hex(4)}")  # `tempfile`'s are for their owner
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(str(card))
-        os.chmod(work, path.stat().st_mode if path.exists() else 0o644)  # mkstemp's are for their owner
-        os.replace(work, path)
+        work.write_text(str(card), encoding="utf-8", newline="")
+        if path.exists():
+            with suppress(OSError):  # a file system without rights
+                work.chmod(path.stat().st_mode)
+        work.replace(path)
     finally:
-        Path(work).unlink(missing_ok=True)
+        work.unlink(missing_ok=True)
 
 
 def merged_card(new: ModelCard, old: ModelCard | None, *, same_weights: bool) -> ModelCard:

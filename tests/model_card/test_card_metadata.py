@@ -54,6 +54,11 @@ def test_card_reads_back_as_it_was_written(tmp_path):
     assert again.data.eval_results == RESULTS
     assert again.data.model_name == "model"
     assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
+    (tmp_path / "other").touch()
+    assert (tmp_path / "README.md").stat().st_mode == (tmp_path / "other").stat().st_mode
+    (tmp_path / "README.md").chmod(0o600)
+    write_card(card, tmp_path / "README.md")
+    assert (tmp_path / "README.md").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
