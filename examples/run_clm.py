@@ -164,9 +164,10 @@ def write_samples(trainer: Trainer, blocks: TextBlocks, data_args: DataTrainingA
         parts = (ids[:num_prompt], ids[num_prompt:])
         prompt, continuation = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
         samples.append({"prompt": prompt, "continuation": continuation})
-        print(f"\n{prompt} >>>{continuation}\n")
     path = Path(trainer.args.output_dir, "samples.json")
     path.write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for sample in samples:
+        print(f"\n{sample['prompt']} >>>{sample['continuation']}\n")
 
 
 def main(args: list[str] | None = None) -> None:

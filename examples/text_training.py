@@ -1,5 +1,6 @@
 """What the example scripts that train on text files share: files, tokenizer, model, `Trainer` runs."""
 
+import io
 import json
 import logging
 import sys
@@ -147,6 +148,8 @@ def check_counts(arguments: Any, *names: str) -> None:
 
 
 def set_up_logging(training_args: TrainingArguments, *loggers: logging.Logger) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # text that a console cannot show ends no run
+        sys.stdout.reconfigure(errors="replace")
     logging.basicConfig(
         format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
         datefmt="%m/%d/%Y %H:%M:%S",

@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 
@@ -117,7 +117,7 @@ def _load_adapter(source: str, path: Path) -> Any:
     labels = None if weights is None else saved_num_labels(weights.parent)
     options = {} if labels is None else {"num_labels": labels}
     # as `base_beside` has it of a folder; on the Hub there are files alone
-    if Path(base).name == BASE_FOLDER and _file_of(source, f"{BASE_FOLDER}/config.json"):
+    if PureWindowsPath(base).name == BASE_FOLDER and _file_of(source, f"{BASE_FOLDER}/config.json"):
         base, options["subfolder"] = source, BASE_FOLDER
     model = _load_model(base, lambda config: base_class_of(facts, config), **options)
     return PeftModel.from_pretrained(model, source).eval()

@@ -68,6 +68,7 @@ def _options(field: GatingField) -> dict[str, Any]:
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": meaning, "choices": field.choices}
     first = field.kinds[0]
     if first == "bool":
+        del options["choices"]  # the action takes none
         return options | {"action": argparse.BooleanOptionalAction}
     if first == "list":
         return options | {"type": budget, "nargs": "+", "metavar": "BUDGET"}

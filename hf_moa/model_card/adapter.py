@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import ModelCard
@@ -122,7 +122,8 @@ def base_beside(folder: str | Path, base: str | None) -> str | None:
     if not base:
         return None
     folder, path = Path(folder).resolve(), Path(base).resolve()
-    if path.name == BASE_FOLDER and (folder / BASE_FOLDER).is_dir():
+    # it splits at both systems' separators
+    if PureWindowsPath(base).name == BASE_FOLDER and (folder / BASE_FOLDER).is_dir():
         return BASE_FOLDER
     is_inside = path.is_dir() and folder in path.parents
     return path.relative_to(folder).as_posix() if is_inside else None

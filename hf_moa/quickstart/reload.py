@@ -62,7 +62,7 @@ def check_reload(
     # Sums over other numbers of threads round differently.
     threads = str(torch.get_num_threads())
     done = subprocess.run(
-        [sys.executable, "-m", "hf_moa.quickstart.reload", str(checkpoint), "--threads", threads],
+        [sys.executable, "-P", "-m", "hf_moa.quickstart.reload", str(checkpoint), "--threads", threads],
         input=json.dumps(texts),
         capture_output=True,
         text=True,

@@ -26,6 +26,7 @@ from training_runs import build, run
 from hf_moa import FTGConfig, MoaBertConfig
 from hf_moa.adapters import push_to_hub
 from hf_moa.model_card import Adapter, model_card, read_card, trainer_card
+from hf_moa.model_card.adapter import base_beside
 from hf_moa.modeling.ftg_config import ADAPTER_PLACE
 from hf_moa_cli.command import load_checkpoint
 
@@ -315,6 +316,11 @@ def test_copied_adapter_has_the_base_beside_it(tmp_path, monkeypatch):
     assert 'from_pretrained("second", subfolder="base_model"' in snippet
     assert load_checkpoint("second").get_base_model().name_or_path == "second"
     shutil.rmtree("first")
+    assert load_checkpoint("second").get_base_model().name_or_path == "second"
+    path = Path("second/adapter_config.json")  # as it is written on Windows
+    config = json.loads(path.read_text()) | {"base_model_name_or_path": r"C:\runs\first\base_model"}
+    path.write_text(json.dumps(config))
+    assert base_beside("second", config["base_model_name_or_path"]) == "base_model"
     assert load_checkpoint("second").get_base_model().name_or_path == "second"
 
 
