@@ -28,14 +28,13 @@ def environment() -> dict[str, Any]:
     facts: dict[str, Any] = {"python": platform.python_version()}
     facts |= {name.replace("-", "_"): version_of(name) for name in PACKAGES}
     cuda = torch.cuda.is_available()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return facts | {
         "platform": platform.platform(),
         "processor": _processor(),
         "cpus": usable_cpus(),
         "threads": torch.get_num_threads(),
-        "accelerator": torch.accelerator.current_accelerator().type
-        if torch.accelerator.is_available()
-        else None,
+        "accelerator": None if accelerator is None else accelerator.type,
         "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if cuda
         else [],
