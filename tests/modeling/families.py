@@ -232,12 +232,17 @@ each_mechanism = pytest.mark.parametrize(
 )
 
 
-def each_variant_but(**left_out: set[str]) -> pytest.MarkDecorator:
-    """Each family's variants, less those that are named for it."""
+def each_variant_but(*, slow: str | None = None, **left_out: set[str]) -> pytest.MarkDecorator:
+    """Each family's variants, less those that are named for it; those of the family `slow` are slow."""
     return pytest.mark.parametrize(
         ("case", "fields"),
         [
-            pytest.param(case, fields, id=f"{case.family.name}-{name}")
+            pytest.param(
+                case,
+                fields,
+                id=f"{case.family.name}-{name}",
+                marks=[pytest.mark.slow] if case.family.name == slow else [],
+            )
             for case in LANGUAGE_MODELS
             for name, fields in case.family.variants.items()
             if name not in left_out.get(case.family.name, ())

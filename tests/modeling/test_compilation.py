@@ -17,7 +17,7 @@ ALIKE = {"moa-noisy", "moe-noisy"}
 IN_OTHERS = {"mae-1", "uni-mae", "moe", "mae-gated-gelu", "cct-plain-gated-gelu"}
 
 
-@each_variant_but(bert=ALIKE, gpt2=ALIKE, t5=ALIKE | IN_OTHERS)
+@each_variant_but(slow="t5", bert=ALIKE, gpt2=ALIKE, t5=ALIKE | IN_OTHERS)
 def test_is_captured_as_one_graph(case, fields):
     torch._dynamo.reset()
     model = case.build(**fields, **few_layers(case, fields))

@@ -48,11 +48,20 @@ for auto_name in names:  # any class of the family, saved again
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("BertForMaskedLM", {"attention_type": "mae", "ffn_type": "moe"}),
-        ("GPT2ForSequenceClassification", {"attention_type": "moa"}),
-        ("T5ForConditionalGeneration", {"attention_type": "mae", "cct_budgets": [[1, 1], [1, 0.5]]}),
+        pytest.param("BertForMaskedLM", {"attention_type": "mae", "ffn_type": "moe"}, id="bert"),
+        pytest.param(
+            "GPT2ForSequenceClassification",
+            {"attention_type": "moa"},
+            id="gpt2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "T5ForConditionalGeneration",
+            {"attention_type": "mae", "cct_budgets": [[1, 1], [1, 0.5]]},
+            id="t5",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["bert", "gpt2", "t5"],
 )
 def test_checkpoint_loads_without_the_package(name, fields, tmp_path):
     case = CASE[name]

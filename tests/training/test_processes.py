@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from scenarios import SCENARIOS, SETTINGS
 from training_runs import build, gates, run, uneven_rows
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 
 

@@ -187,7 +187,11 @@ made.train()
 
 @pytest.mark.parametrize(
     ("method", "after"),
-    [("_save", True), ("_save_optimizer_and_scheduler", False), ("_save_rng_state", True)],
+    [
+        ("_save", True),
+        pytest.param("_save_optimizer_and_scheduler", False, marks=pytest.mark.slow),
+        ("_save_rng_state", True),
+    ],
 )
 def test_killed_run_goes_on_from_its_last_whole_checkpoint(method, after, tmp_path):
     folder = tmp_path / "killed"
