@@ -103,7 +103,7 @@ def test_unknown_benchmark_is_an_error(benchmarks, capsys):
     with pytest.raises(SystemExit, match="2"):
         benchmarks("run").main(["speed"])
     assert (
-        "must be of mae, moa, experts, moe, cct, mae_decoding, cct_decoding, small_cct_decoding"
+        "must be of mae, moa, experts, moe, cct, mae_decoding, cct_decoding, small_cct_decoding, memory"
         in capsys.readouterr().err
     )
 
