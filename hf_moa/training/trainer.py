@@ -280,8 +280,8 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
 
     def _gate_step(self, model: nn.Module, batches: list, num_items: Any) -> None:
         # inside DDP's wrapper, which would wait for gradients of all parameters
-        inner = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        model = inner if self._is_ddp(model) else model
+        if self._is_ddp(model):
+            model = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         step = super().training_step
         scaler = getattr(self.accelerator, "scaler", None)
         if isinstance(model, FSDPModule):  # the first micro-batch of several does not reduce
