@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 
@@ -103,7 +103,7 @@ def load_checkpoint(source: str) -> Any:
 def _load_adapter(source: str, path: Path) -> Any:
     from peft import PeftModel
 
-    from hf_moa.model_card.adapter import BASE_FOLDER, base_class_of
+    from hf_moa.model_card.adapter import BASE_FOLDER, base_class_of, names_base_folder
     from hf_moa.modeling.ftg_config import saved_num_labels
 
     facts = json.loads(path.read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def _load_adapter(source: str, path: Path) -> Any:
     labels = None if weights is None else saved_num_labels(weights.parent)
     options = {} if labels is None else {"num_labels": labels}
     # as `base_beside` has it of a folder; on the Hub there are files alone
-    if PureWindowsPath(base).name == BASE_FOLDER and _file_of(source, f"{BASE_FOLDER}/config.json"):
+    if names_base_folder(base) and _file_of(source, f"{BASE_FOLDER}/config.json"):
         base, options["subfolder"] = source, BASE_FOLDER
     model = _load_model(base, lambda config: base_class_of(facts, config), **options)
     return PeftModel.from_pretrained(model, source).eval()

@@ -111,6 +111,11 @@ class Adapter:
         return not self.base or not folder.is_dir() or code.is_file()
 
 
+def names_base_folder(base: str) -> bool:
+    """Whether a path, of any system, ends in the name that the scripts give an adapter's base."""
+    return PureWindowsPath(base).name == BASE_FOLDER  # it splits at both systems' separators
+
+
 def base_beside(folder: str | Path, base: str | None) -> str | None:
     """The folder in an adapter's own that its base lies in; None where it lies elsewhere.
 
@@ -122,8 +127,7 @@ def base_beside(folder: str | Path, base: str | None) -> str | None:
     if not base:
         return None
     folder, path = Path(folder).resolve(), Path(base).resolve()
-    # it splits at both systems' separators
-    if PureWindowsPath(base).name == BASE_FOLDER and (folder / BASE_FOLDER).is_dir():
+    if names_base_folder(base) and (folder / BASE_FOLDER).is_dir():
         return BASE_FOLDER
     is_inside = path.is_dir() and folder in path.parents
     return path.relative_to(folder).as_posix() if is_inside else None
