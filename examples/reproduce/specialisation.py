@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import mae_translation
-import translation_runs
 from experiment import TATOEBA_DIR, Experiment, Phase
 from figures import Panel, draw_variants
 from gate_measures import mae_gates, tables_of
 from runs import Results, Settings
 from summaries import Column, time_and_machine, variant_table
-from translation_runs import CORPORA, Translator
+from translation_runs import CORPORA, SIZE, Translator
 
 from hf_moa.markdown import table
 from hf_moa_cli.command import load_checkpoint
 
-HEADS = translation_runs.SIZE["num_heads"]
+HEADS = SIZE["num_heads"]
 # heads that an expert drops -> the variants with such experts
 VARIANTS = {
     dropped: [
