@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -382,9 +383,8 @@ class GatedAttention(nn.Module):
             # an offloaded cache brings back only the layers that are updated
             device = call.hidden_states.device
             return layer.keys.to(device), layer.values.to(device)
-        key, value = (
-            x.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2) for x in (key, value)
-        )
+        shape = (self.num_kv_heads, self.head_dim)
+        key, value = (torch.unflatten(x, -1, shape).transpose(1, 2) for x in (key, value))
         if call.cache is not None:
             check_held_keys(self._cache(call), self.layer_idx, key)
             key, value = self._cache(call).update(key, value, self.layer_idx)

@@ -65,7 +65,7 @@ def upcast_attention_forward(
         scores = torch.baddbmm(
             query.new_empty(1, dtype=torch.float32), rows, columns, beta=0, alpha=scaling
         )
-        scores = scores.unflatten(0, query.shape[:2])
+        scores = torch.unflatten(scores, 0, query.shape[:2])
     if attention_mask is not None:
         scores = scores + attention_mask
     attentions = nn.functional.softmax(scores, dim=-1).to(value.dtype)

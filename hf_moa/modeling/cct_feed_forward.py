@@ -66,7 +66,7 @@ class FeedForwardGate(nn.Module):
         `W2 (g * act(W1 x))` is the gated sum of the parts that share the layer's matrices; its bias
         is not gated. This is the form without extra LayerNorms.
         """
-        parts = activation.unflatten(-1, (self.num_splits, -1))
+        parts = torch.unflatten(activation, -1, (self.num_splits, -1))
         return (parts * gates.unsqueeze(-1).to(parts.dtype)).flatten(-2)
 
 

@@ -96,7 +96,7 @@ class ExpertInput(nn.Module):
             dtype = compute_dtype(self.weight)
             bias = None if self.bias is None else self.bias.to(dtype)
             y = expert_input(x.flatten(0, 1).to(dtype), index.flatten(0, 1), self.weight.to(dtype), bias)
-            return y.unflatten(0, index.shape[:2])
+            return torch.unflatten(y, 0, index.shape[:2])
         if computes_by_slot(index, self.weight):
             chosen = index.flatten().tolist()
             biases = [None if self.bias is None else self.bias[e] for e in chosen]
@@ -111,7 +111,7 @@ class ExpertInput(nn.Module):
         bias = None if self.bias is None else self.bias.flatten()
         # shape: (B, T, in) -> (B, T, N * out) -> (B, T, N, out)
         every = nn.functional.linear(x, self.weight.flatten(0, 1), bias)
-        every = every.unflatten(-1, (self.num_experts, self.out_features))
+        every = torch.unflatten(every, -1, (self.num_experts, self.out_features))
         chosen = index.unsqueeze(-1).expand(*index.shape, self.out_features)
         return every.gather(-2, chosen)
 
@@ -140,7 +140,7 @@ class ExpertOutput(nn.Module):
                 weight.flatten(0, 1).to(dtype),
                 self.weight.to(dtype),
             )
-            y = y.unflatten(0, index.shape[:2])
+            y = torch.unflatten(y, 0, index.shape[:2])
         elif computes_by_slot(index, self.weight):
             weighted = x * weight.unsqueeze(-1).to(x.dtype)
             y = sum(

@@ -83,7 +83,7 @@ def _windowed_sum(x: Tensor, window: int, *, last: int) -> Tensor:
         return total[:, length - last :]
     # In blocks no shorter than the window, it reaches no further than into the block before.
     size = max(window, _SMALLEST_BLOCK)
-    blocks = nn.functional.pad(x, (0, 0, 0, -length % size)).unflatten(1, (-1, size))
+    blocks = torch.unflatten(nn.functional.pad(x, (0, 0, 0, -length % size)), 1, (-1, size))
     band = _band(size, 2 * size, window, x)
     total = band[:, size:] @ blocks
     total[:, 1:] += band[:, :size] @ blocks[:, :-1]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -68,7 +69,7 @@ class MoaGPT2Attention(SparseAttention):
     def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
         if self.is_fused:
             query = linear_slice(self.c_attn, hidden_states, 0, 1, of=3)
-            return query.unflatten(-1, (-1, self.head_dim))
+            return torch.unflatten(query, -1, (-1, self.head_dim))
         return self.mixture.query(self.q_attn, hidden_states, mix)
 
     def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +83,7 @@ class MoaGPT2Attention(SparseAttention):
         if not self.is_fused:
             return super().project(hidden_states, source, mix)
         query, key, value = self.c_attn(hidden_states).chunk(3, dim=-1)
-        return query.unflatten(-1, (-1, self.head_dim)), key, value
+        return torch.unflatten(query, -1, (-1, self.head_dim)), key, value
 
     def forward(
         self, hidden_states: Tensor, *args, **kwargs

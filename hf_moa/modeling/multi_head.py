@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .gate_cache import GatePast
@@ -47,7 +48,7 @@ class MultiHead(nn.Module):
 
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Any) -> Tensor:
         """`[B, T, d]` -> `[B, T, h, dh]`."""
-        return linear(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
+        return torch.unflatten(linear(hidden_states), -1, (self.num_heads, self.head_dim))
 
     def position_bias(self, bias: Tensor, mix: Any) -> Tensor:
         """`[1, h, T, S]`, one bias per head, unchanged."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .attention import AttentionCall, AttentionResult, GatedAttention
@@ -190,7 +191,8 @@ class SparseAttention(GatedAttention):
         """All keys that are not skipped: those of `rows`, `[1, n, num_kv_heads * dh]` (None where they
         are cached), and the cached ones."""
         if key is not None:
-            key, value = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (key, value))
+            shape = (self.num_kv_heads, self.head_dim)
+            key, value = (torch.unflatten(x, -1, shape) for x in (key, value))
             if cached is None:
                 return OpenKeys.of(rows, key, value)
             self._cache(call).update(key, value, self.layer_idx, rows=rows)
@@ -209,7 +211,7 @@ class SparseAttention(GatedAttention):
         rows = None
         if key is not None and cached.is_initialized and not self.is_cross_attention:
             shape = (self.num_kv_heads, self.head_dim)
-            key, value = (x.unflatten(-1, shape).transpose(1, 2) for x in (key, value))
+            key, value = (torch.unflatten(x, -1, shape).transpose(1, 2) for x in (key, value))
             cached.append_step(key, value, gates.kv > 0)
             return cached.open_keys
         if key is not None:

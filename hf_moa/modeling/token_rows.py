@@ -173,7 +173,7 @@ class TokenRows:
             shape = (self.chosen.numel(), *rows.shape[1:])
             full = rows.new_zeros(shape) if fill is None else fill.to(rows.dtype).expand(shape).clone()
             rows = full.index_copy_(0, self.index, rows) if len(self) else full
-        return rows.unflatten(0, self.chosen.shape)
+        return torch.unflatten(rows, 0, self.chosen.shape)
 
     def add_to(self, full: Tensor, rows: Tensor) -> None:
         """Add the rows `[1, n, ...]` where they belong in `full` `[B, T, ...]`, which changes."""
@@ -190,12 +190,12 @@ class TokenRows:
         behind. (It may be `rows` itself.)"""
         if self.is_one_sequence or self.is_all:
             if not self.is_one_sequence:
-                rows = rows.squeeze(0).unflatten(0, self.chosen.shape)
+                rows = torch.unflatten(rows.squeeze(0), 0, self.chosen.shape)
             return nn.functional.pad(rows, (0, 0) * (rows.ndim - 2) + (before, 0)) if before else rows
         size = in_steps(before + self.most, rows.device)
         full = rows.new_zeros(len(self.chosen) * size, *rows.shape[2:])
         full.index_copy_(0, self._slots(size, before), rows.squeeze(0))
-        return full.unflatten(0, (-1, size))
+        return torch.unflatten(full, 0, (-1, size))
 
     def unpad(self, padded: Tensor) -> Tensor:
         """`[B, size, ...]` -> `[1, n, ...]`. (It may be `padded` itself.)"""
