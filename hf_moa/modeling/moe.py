@@ -16,6 +16,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from .activations import build_activation
 from .routing import ROUTERS
+from .transforms import is_transformed
 
 
 class _PortableExperts(ExpertsInterface):
@@ -23,16 +24,60 @@ class _PortableExperts(ExpertsInterface):
 
     def get_interface(self, experts_implementation, default):
         chosen = super().get_interface(experts_implementation, default)
-        if experts_implementation != "grouped_mm":
-            return chosen
+        if chosen is default:
+            return default
 
-        def grouped_mm_or_loop(experts, *args, **kwargs):
-            weights = (experts.up_weight, experts.down_proj)
-            aligned = all(w.shape[-1] * w.element_size() % 16 == 0 for w in weights)
-            supported = aligned and experts.down_proj.dtype != torch.float64
-            return (chosen if supported else default)(experts, *args, **kwargs)
+        def chosen_or_loop(experts, *args, **kwargs):
+            if experts_implementation == "grouped_mm" and not _grouped_mm_runs_on(experts):
+                return default(experts, *args, **kwargs)
+            return chosen(_WithBiasRows(experts) if experts.bias else experts, *args, **kwargs)
 
-        return grouped_mm_or_loop
+        return chosen_or_loop
+
+
+def _grouped_mm_runs_on(experts: FeedForwardExperts) -> bool:
+    weights = (experts.up_weight, experts.down_proj)
+    aligned = all(w.shape[-1] * w.element_size() % 16 == 0 for w in weights)
+    return aligned and experts.down_proj.dtype != torch.float64
+
+
+class _WithBiasRows:
+    """Experts as an implementation sees them, which asks for `bias[expert_ids]`, a row a token."""
+
+    def __init__(self, experts: FeedForwardExperts):
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._experts, name)
+        return _BiasRows(found) if name in ("up_proj_bias", "down_proj_bias") else found
+
+
+class _BiasRows:
+    """`bias[expert_ids]`, with a gradient that is a matrix product: autograd's adds up the rows of an
+    expert one after the other, which takes a GPU several times as long as all else in the layer."""
+
+    def __init__(self, bias: Tensor):
+        self.bias = bias
+
+    def __getitem__(self, expert_ids: Tensor) -> Tensor:
+        if is_transformed(self.bias):
+            return self.bias[expert_ids]
+        return _TakeRows.apply(self.bias, expert_ids)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, bias, expert_ids):
+        ctx.save_for_backward(expert_ids)
+        ctx.num_experts = len(bias)
+        return bias[expert_ids]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (expert_ids,) = ctx.saved_tensors
+        experts = torch.arange(ctx.num_experts, device=grad.device)
+        # shape: (N, rows) @ (rows, width)
+        return (expert_ids == experts.unsqueeze(-1)).to(grad.dtype) @ grad, None
 
 
 class FeedForwardExperts(nn.Module):

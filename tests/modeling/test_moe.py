@@ -57,6 +57,19 @@ def test_grouped_mm_agrees_with_the_loop_in_every_dtype(size, dtype):
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_gradients_of_biases_are_rounded_once(implementation):
+    """A token's share of them is small beside the sum, and would be lost in half precision."""
+    torch.manual_seed(0)
+    layer = moe_layer(implementation, experts=2, selected=1).bfloat16()
+    x = torch.randn(1, 4096, 32, dtype=torch.bfloat16)
+    layer(x)[0].backward(torch.full_like(x, 2**-8))
+    # of the last bias, each token adds as much
+    chosen = layer.router(x).index.flatten().bincount(minlength=2).double() * 2**-8
+    gradient = layer.experts.down_proj_bias.grad
+    assert torch.equal(gradient, chosen.unsqueeze(-1).expand(2, 32).bfloat16())
+
+
 def test_noisy_router_reports_the_load_loss():
     layer = moe_layer(router="noisy_topk").train()
     x, mask = hidden()
