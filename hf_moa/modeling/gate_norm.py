@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .precision import at_least_float32
 from .process_sum import has_several_processes, sum_over_processes
-from .transforms import is_transformed
+from .transforms import needs_autograd
 
 
 class GateBatchNorm(nn.BatchNorm1d):
@@ -73,7 +73,7 @@ class GateBatchNorm(nn.BatchNorm1d):
             var = torch.where(count > 1, batch_var, var)
             standard = (rows - mean) * torch.rsqrt(var + self.eps)
         else:
-            compute = _standardize if is_transformed() else _Standardize.apply
+            compute = _standardize if needs_autograd() else _Standardize.apply
             standard, _, count, batch_mean, batch_var = compute(rows, weight, mean, var, self.eps)
         if not _is_recomputing():
             self._update_running_statistics(batch_mean, batch_var, count, count > 1)
@@ -161,7 +161,7 @@ class _Standardize(torch.autograd.Function):
         along = grad * standard
         of_scale = (along.sum(dim=0) + scale * grad_scale) * share
         # a graph holds it, or a transform has no rule for it
-        out = None if torch.is_grad_enabled() or is_transformed(grad) else along
+        out = None if torch.is_grad_enabled() or needs_autograd(grad) else along
         moved = torch.addcmul(of_mean, standard, of_scale, out=out)
         moved = moved if weight is None else torch.mul(moved, weight, out=out)
         moved = torch.sub(grad, moved, out=out)

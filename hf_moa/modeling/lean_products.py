@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .linear_slices import is_plain
 from .precision import compute_dtype
-from .transforms import is_transformed
+from .transforms import needs_autograd
 
 
 def project_weighted(linear: nn.Module, context: Tensor, weights: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def project_weighted(linear: nn.Module, context: Tensor, weights: Tensor) -> Ten
 
     Backward keeps the heads and not the weighted heads, where `linear` is nothing but its weight.
     """
-    if not is_plain(linear) or is_transformed(context):
+    if not is_plain(linear) or needs_autograd(context):
         return linear((context * weights).flatten(-2))
     dtype = compute_dtype(linear.weight)
     weight = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
@@ -57,7 +57,7 @@ class _ProjectWeighted(torch.autograd.Function):
 
 def _reusable(x: Tensor, grad: Tensor) -> Tensor | None:
     """`x`, to be written over; None where a graph may hold it, or a transform has no rule for that."""
-    return None if torch.is_grad_enabled() or is_transformed(grad) else x
+    return None if torch.is_grad_enabled() or needs_autograd(grad) else x
 
 
 def tanh_dropout(x: Tensor, p: float) -> Tensor:
@@ -65,7 +65,7 @@ def tanh_dropout(x: Tensor, p: float) -> Tensor:
 
     Backward keeps the result and which of it was dropped, a byte each.
     """
-    if is_transformed(x):
+    if needs_autograd(x):
         return nn.functional.dropout(torch.tanh(x), p)
     return _TanhDropout.apply(x, p)
 

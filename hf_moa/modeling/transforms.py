@@ -17,8 +17,22 @@ def is_traced(x: Tensor) -> bool:
 def is_transformed(*tensors: Tensor) -> bool:
     """Whether a transform of `torch.func` or forward-mode differentiation is at work, or autograd has
     batched gradients among the tensors (`is_grads_batched`): hand-written gradients have no formula."""
+    if _is_any_transform_at_work():
+        return True
+    return not torch.compiler.is_compiling() and any(
+        map(torch._C._functorch.is_legacy_batchedtensor, tensors)
+    )
+
+
+def needs_autograd(*tensors: Tensor) -> bool:
+    """Whether autograd's derivative has to stand in the place of one written by hand: in a transform,
+    and in compiled graphs, where the compiler fuses operators and chooses what is kept for backward."""
+    return torch.compiler.is_compiling() or is_transformed(*tensors)
+
+
+@torch.compiler.assume_constant_result  # Dynamo finds a stack in every function that it traces
+def _is_any_transform_at_work() -> bool:
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
     )

@@ -207,6 +207,9 @@ def test_form_is_chosen_by_size(tokens, experts, selected, dtype, by_expert):
     index = torch.zeros(1, tokens, selected, dtype=torch.long)
     weight = torch.empty(experts, 64, 512, dtype=dtype)
     assert expert_linear.computes_by_expert(index, weight) is by_expert
+    torch._dynamo.reset()
+    compiled = torch.compile(expert_linear.computes_by_expert, fullgraph=True, backend="eager")
+    assert compiled(index, weight) is by_expert
     assert not expert_linear.computes_by_expert(index.to("meta"), weight.to("meta"))
 
 
@@ -232,6 +235,9 @@ def test_forward_mode_is_dense():
 
     torch.func.jvp(function, (torch.ones(1),), (torch.ones(1),))
     assert seen == [False]
+    compiled = torch.compile(torch.func.vmap(function), fullgraph=True, backend="eager")
+    compiled(torch.ones(1))
+    assert seen == [False, False]
     assert expert_linear.computes_by_expert(index, weight)
 
 
