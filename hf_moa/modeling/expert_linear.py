@@ -155,7 +155,7 @@ class ExpertOutput(nn.Module):
         weighted = x * weight.unsqueeze(-1).to(x.dtype)
         chosen = index.unsqueeze(-1).expand_as(weighted)
         # shape: (B, T, k, in) -> (B, T, N, in), zero where an expert was not chosen
-        spread = x.new_zeros(*x.shape[:-2], self.num_experts, self.in_features)
-        spread = spread.scatter(-2, chosen, weighted)
+        spread = weighted.new_zeros(*x.shape[:-2], self.num_experts, self.in_features)
+        spread.scatter_(-2, chosen, weighted)
         # shape: (B, T, N * in) @ (N * in, out) -> (B, T, out)
         return spread.flatten(-2) @ self.weight.flatten(0, 1)

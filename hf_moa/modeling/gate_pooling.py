@@ -19,11 +19,11 @@ _SMALLEST_BLOCK = 64
 
 def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     """Mean of `x` `[B, T, d]` over its real tokens -> `[B, d]`; zero where there are none."""
-    x = at_least_float32(x)
+    dtype = torch.promote_types(x.dtype, torch.float32)  # of the sum: no copy of x
     if mask is None:
-        return x.mean(dim=1)
+        return x.mean(dim=1, dtype=dtype)
     mask = mask.unsqueeze(-1)
-    return x.masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    return x.masked_fill(~mask, 0.0).sum(dim=1, dtype=dtype) / mask.sum(dim=1).clamp(min=1)
 
 
 def windowed_mean(x: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
