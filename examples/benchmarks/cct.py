@@ -18,8 +18,9 @@ BATCHES = {"cpu": (8, 32), "cuda": (32, 256)}
 SHARES = (1.0, 0.8, 0.5, 0.33, 0.2, 0.1)
 
 
-def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
-    """6 layers, 128 tokens. Control networks are computed, and their decisions replaced."""
+def measure(*, turns: int, dtype: torch.dtype, compiled: bool = False) -> Iterator[Table]:
+    """6 layers, 128 tokens. Control networks are computed, and their decisions replaced. Compiled, all
+    is computed whatever they decide."""
     device = torch.get_default_device().type
     for hidden_size, heads in SIZES[device]:
         sizes = {
@@ -35,6 +36,13 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
         )
         for batch in BATCHES[device]:
             ids = torch.randint(0, 1000, (batch, 128))
+            if compiled:
+                gated.set_cct_execution("dense")
+                models = {"BertModel": plain, "CCT, dense": gated}
+                candidates = {name: forward(each, ids, compiled=True) for name, each in models.items()}
+                title = f"CCT, batch {batch}, d={hidden_size}"
+                yield Table("cct", title, compare(candidates, turns=turns, title=title))
+                continue
             for share in SHARES:
                 candidates: dict[str, Callable] = {"BertModel": forward(plain, ids)}
                 for execution in ("dense", "sparse", "auto"):

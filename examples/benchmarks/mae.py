@@ -20,7 +20,7 @@ SIZES = {"cpu": ((384, 12), (512, 8), (768, 12)), "cuda": ((768, 12), (1024, 16)
 BATCH = {"cpu": (8, 128), "cuda": (64, 256)}  # sequences, tokens
 
 
-def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
+def measure(*, turns: int, dtype: torch.dtype, compiled: bool = False) -> Iterator[Table]:
     """Layers, forward and with backward."""
     device = torch.get_default_device().type
     for hidden_size, heads in SIZES[device]:
@@ -29,7 +29,7 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
             for training in (False, True):
                 what = "training" if training else "inference"
                 candidates = {
-                    name: step(layer.to(dtype), x, training=training)
+                    name: step(layer.to(dtype), x, training=training, compiled=compiled)
                     for name, layer in layers(hidden_size, heads).items()
                     if training or name != "MAE, F step"
                 }

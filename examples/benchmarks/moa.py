@@ -41,23 +41,26 @@ SIZES = {"cpu": Size(512, 8, 256), "cuda": Size(1024, 32, 512)}
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 
 
-def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
-    """Attention layers, with k heads of 64 of N."""
+def measure(*, turns: int, dtype: torch.dtype, compiled: bool = False) -> Iterator[Table]:
+    """Attention layers, with k heads of 64 of N. The peers' algorithms, whose sizes depend on what was
+    routed where, do not compile as a whole: compiled, MoA stands beside multi-head attention alone."""
     size = SIZES[torch.get_default_device().type]
     x = torch.randn(size.batch, size.length, size.hidden_size, dtype=dtype)
     for training in (False, True):
         what = "training" if training else "inference"
-        for kind, layers, extra in (
-            ("bidirectional", bidirectional_layers(size) | sorted_layers(size), {}),
-            ("causal", causal_layers(size), jetmoe_layers(size)),
+        for kind, layers, peers, extra in (
+            ("bidirectional", bidirectional_layers(size), sorted_layers, {}),
+            ("causal", causal_layers(size), jetmoe_layers, {"position_embeddings": no_rotation(x)}),
         ):
             candidates = {
-                name: step(layer.to(dtype), x, training=training) for name, layer in layers.items()
+                name: step(layer.to(dtype), x, training=training, compiled=compiled)
+                for name, layer in layers.items()
             }
-            candidates |= {
-                name: step(layer.to(dtype), x, training=training, position_embeddings=no_rotation(x))
-                for name, layer in extra.items()
-            }
+            if not compiled:
+                candidates |= {
+                    name: step(layer.to(dtype), x, training=training, **extra)
+                    for name, layer in peers(size).items()
+                }
             yield Table(
                 group="moa",
                 title=f"MoA, {kind} attention, {what}",

@@ -3,6 +3,7 @@
     python examples/benchmarks/run.py   # all: more than an hour on one thread
     python examples/benchmarks/run.py moa --threads 2 --turns 7 --output_dir out
     python examples/benchmarks/run.py moa cct mae --device cuda --dtype bfloat16
+    python examples/benchmarks/run.py moa mae --device cuda --dtype bfloat16 --compile
     GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296 \
         python examples/benchmarks/run.py moa                 # with a malloc that keeps its memory
 
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "memory": memory.measure,
     "masked_lm": masked_lm.measure,
 }
+COMPILABLE = ("mae", "moa", "cct")
 # Okabe and Ito's colours, told apart in grey by their marks
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -52,26 +54,35 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="larger sizes on cuda")
+    parser.add_argument(
+        "--compile", action="store_true", help=f"by torch.compile; of {', '.join(COMPILABLE)}"
+    )
     parser.add_argument("--turns", type=int, default=15, help="default: %(default)s")
     parser.add_argument("--output_dir", type=Path)
     options = parser.parse_args(arguments)
     unknown = set(options.benchmark) - set(BENCHMARKS)
     if unknown:
         parser.error(f"{', '.join(unknown)}: must be of {', '.join(BENCHMARKS)}")
+    eager = [name for name in options.benchmark or BENCHMARKS if name not in COMPILABLE]
+    if options.compile and eager:
+        parser.error(
+            f"--compile: {', '.join(eager)} run without only, {', '.join(COMPILABLE)} with it too"
+        )
     if options.turns < 2:
         parser.error(f"--turns must be at least 2 (got {options.turns})")
 
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     dtype = getattr(torch, options.dtype)
-    where = conditions(dtype, options.device)
+    where = conditions(dtype, options.device, compiled=options.compile)
     heading = ", ".join(f"{name} {value}" for name, value in where.items())
     print(f"{heading}\n")
     tables = []
+    extra = {"compiled": True} if options.compile else {}
     for name in options.benchmark or BENCHMARKS:
         torch.manual_seed(0)
         with torch.device(options.device):
-            for table in BENCHMARKS[name](turns=options.turns, dtype=dtype):
+            for table in BENCHMARKS[name](turns=options.turns, dtype=dtype, **extra):
                 print(f"{table.markdown()}\n", flush=True)
                 tables.append(table)
     if options.output_dir is not None:

@@ -64,7 +64,7 @@ def summary(tables: list[Table]) -> str:
     return "\n\n".join(parts)
 
 
-def conditions(dtype: torch.dtype, device: str) -> dict[str, str]:
+def conditions(dtype: torch.dtype, device: str, *, compiled: bool) -> dict[str, str]:
     """What the times depend on besides the code."""
     facts = environment()
     tuned = [f"{k}={v}" for k, v in os.environ.items() if k.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
@@ -72,6 +72,7 @@ def conditions(dtype: torch.dtype, device: str) -> dict[str, str]:
         "processor": facts["processor"] if device == "cpu" else facts["cuda"][0],
         "threads": f"{facts['threads']} of {facts['cpus']}",
         "dtype": str(dtype).removeprefix("torch."),
+        "mode": "torch.compile" if compiled else "eager",
         **{name: facts[name] for name in ("torch", "transformers", "python")},
         "malloc": " ".join([os.environ.get("LD_PRELOAD", "the system's"), *tuned]),
     }
