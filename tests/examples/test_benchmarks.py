@@ -43,6 +43,30 @@ def test_one_turn_is_refused(benchmarks, capsys):
     assert "--turns must be at least 2 (got 1)" in capsys.readouterr().err
 
 
+def test_what_is_not_compiled_is_refused(benchmarks, capsys):
+    with pytest.raises(SystemExit):
+        benchmarks("run").main(["moa", "memory", "--compile"])
+    assert "--compile goes with mae, moa, cct alone (got memory)" in capsys.readouterr().err
+
+
+def test_models_are_compiled(benchmarks, tmp_path, monkeypatch):
+    run, cct = benchmarks("run"), benchmarks("cct")
+    monkeypatch.setattr(cct, "SIZES", {"cpu": ((32, 2),)})
+    monkeypatch.setattr(cct, "BATCHES", {"cpu": (2,)})
+    compiled = []
+    # to compile takes half a minute
+    monkeypatch.setattr(torch, "compile", lambda module, **_: compiled.append(module) or module)
+    threads = torch.get_num_threads()
+    try:
+        run.main(["cct", "--turns", "2", "--compile", "--output_dir", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    assert [type(module).__name__ for module in compiled] == ["BertModel", "MoaBertModel"]
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["environment"]["mode"] == "torch.compile"
+    assert [r["name"] for t in data["tables"] for r in t["results"]] == ["BertModel", "CCT, dense"]
+
+
 def test_script_writes_tables_and_a_picture(benchmarks, tmp_path, monkeypatch, capsys):
     run, moa = benchmarks("run"), benchmarks("moa")
     monkeypatch.setattr(moa, "SIZES", {"cpu": moa.Size(hidden_size=128, batch=2, length=16)})
