@@ -428,7 +428,7 @@ def test_benchmark_with_a_bad_option(gated_dir, capsys, options, expected):
     assert expected in error_of(capsys, "benchmark", gated_dir, *options)
 
 
-@pytest.mark.parametrize("module", ["hf_moa", "hf_moa.cli"])
+@pytest.mark.parametrize("module", ["hf_moa", pytest.param("hf_moa.cli", marks=pytest.mark.slow)])
 def test_module_is_the_same_command_and_its_reader_may_stop(module):
     command = f"{sys.executable} -m {module} env | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)

@@ -232,8 +232,8 @@ each_mechanism = pytest.mark.parametrize(
 )
 
 
-def each_variant_but(*, slow: str | None = None, **left_out: set[str]) -> pytest.MarkDecorator:
-    """Each family's variants, less those that are named for it; those of the family `slow` are slow."""
+def each_variant_but(*, slow: tuple[str, ...] = (), **left_out: set[str]) -> pytest.MarkDecorator:
+    """Each family's variants, less those that are named for it; all of the families `slow` are slow."""
     return pytest.mark.parametrize(
         ("case", "fields"),
         [
@@ -241,7 +241,7 @@ def each_variant_but(*, slow: str | None = None, **left_out: set[str]) -> pytest
                 case,
                 fields,
                 id=f"{case.family.name}-{name}",
-                marks=[pytest.mark.slow] if case.family.name == slow else [],
+                marks=[pytest.mark.slow] if case.family.name in slow else [],
             )
             for case in LANGUAGE_MODELS
             for name, fields in case.family.variants.items()

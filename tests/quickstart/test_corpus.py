@@ -70,6 +70,7 @@ def test_no_example_names_a_class(corpus):
         assert not any(label in example.text.lower() for label in corpus.labels)
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_corpus_and_another_seed_another_split(corpus, texts):
     assert build_corpus(seed=3) == corpus
     assert build_corpus(seed=4, **texts).evaluation != corpus.evaluation

@@ -188,7 +188,7 @@ made.train()
 @pytest.mark.parametrize(
     ("method", "after"),
     [
-        ("_save", True),
+        pytest.param("_save", True, marks=pytest.mark.slow),
         pytest.param("_save_optimizer_and_scheduler", False, marks=pytest.mark.slow),
         ("_save_rng_state", True),
     ],
