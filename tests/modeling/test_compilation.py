@@ -76,3 +76,16 @@ def test_compiled_model_computes_the_same(model_class, name):
         expected = model(**inputs).logits
         limit = 1e-5 * expected.abs().max().item()
         torch.testing.assert_close(compiled(**inputs).logits, expected, atol=limit, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_class", ["BertForMaskedLM", "GPT2LMHeadModel"])
+def test_compiles_under_a_default_device(model_class):
+    """Dynamo sees each operator through it, and a few methods of tensors not at all."""
+    torch._dynamo.reset()
+    case = CASE[model_class]
+    fields = VARIANTS["moa"] | VARIANTS["cct-plain"] | case.family.one_layer
+    model, inputs = case.build(**fields), case.inputs()
+    with torch.no_grad(), torch.device("cpu"):
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)
