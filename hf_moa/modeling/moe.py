@@ -24,8 +24,8 @@ class _PortableExperts(ExpertsInterface):
 
     def get_interface(self, experts_implementation, default):
         chosen = super().get_interface(experts_implementation, default)
-        if chosen is default:
-            return default
+        if experts_implementation not in ("grouped_mm", "batched_mm"):
+            return chosen
 
         def chosen_or_loop(experts, *args, **kwargs):
             if experts_implementation == "grouped_mm" and not _grouped_mm_runs_on(experts):
@@ -42,7 +42,7 @@ def _grouped_mm_runs_on(experts: FeedForwardExperts) -> bool:
 
 
 class _WithBiasRows:
-    """Experts as an implementation sees them, which asks for `bias[expert_ids]`, a row a token."""
+    """Experts as these implementations see them, which ask for `bias[expert_ids]`, a row a token."""
 
     def __init__(self, experts: FeedForwardExperts):
         self._experts = experts

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import assert_same_with_gradients, hidden, randomize, tiny_config
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_moa.modeling.moe import SparseMoeFeedForward
 
@@ -68,6 +69,19 @@ def test_gradients_of_biases_are_rounded_once(implementation):
     chosen = layer.router(x).index.flatten().bincount(minlength=2).double() * 2**-8
     gradient = layer.experts.down_proj_bias.grad
     assert torch.equal(gradient, chosen.unsqueeze(-1).expand(2, 32).bfloat16())
+
+
+def test_another_implementation_sees_the_experts_themselves(monkeypatch):
+    seen = []
+
+    def implementation(experts, x, index, weights):
+        seen.append(experts)
+        return x
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "of a test", implementation)
+    layer = moe_layer("of a test")
+    layer(hidden()[0])
+    assert seen == [layer.experts]
 
 
 def test_noisy_router_reports_the_load_loss():
