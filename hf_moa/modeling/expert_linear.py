@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from .expert_products import expert_input, expert_output
@@ -58,15 +59,16 @@ def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
     else:
         return False
     num_tokens, num_selected = index.shape[0] * index.shape[1], index.shape[2]
-    is_faster = num_tokens * (num_experts - factor * num_selected) * a * b > price
+    # false where a compiled graph does not know how many tokens there are
+    is_faster = guard_or_false(num_tokens * (num_experts - factor * num_selected) * a * b > price)
     return is_faster and (weight.device.type == "cpu" or kernels_run_on(weight.device))
 
 
 def computes_by_slot(index: Tensor, weight: Tensor) -> bool:
     """Whether to take the k products of a single token one by one; see `computes_by_expert`."""
-    if weight.device.type != "cpu" or index.shape[0] * index.shape[1] != 1:
+    if weight.device.type != "cpu" or torch.is_grad_enabled() or is_traced(index):
         return False
-    if torch.is_grad_enabled() or is_traced(index) or is_transformed():
+    if index.shape[0] * index.shape[1] != 1 or is_transformed():
         return False
     return len(weight) >= 3 * index.shape[2]
 
@@ -156,6 +158,8 @@ class ExpertOutput(nn.Module):
         chosen = index.unsqueeze(-1).expand_as(weighted)
         # shape: (B, T, k, in) -> (B, T, N, in), zero where an expert was not chosen
         spread = weighted.new_zeros(*x.shape[:-2], self.num_experts, self.in_features)
-        spread.scatter_(-2, chosen, weighted)
+        # in place, which spares a copy, unless a transform adds a dimension to the experts alone
+        scatter = spread.scatter if is_transformed() else spread.scatter_
+        spread = scatter(-2, chosen, weighted)
         # shape: (B, T, N * in) @ (N * in, out) -> (B, T, out)
         return spread.flatten(-2) @ self.weight.flatten(0, 1)

@@ -89,7 +89,7 @@ def expert_input_backward(
     """The gradients of `x`, `weight` and `bias`; one that is not needed is empty."""
     grad = grad.reshape(len(order), -1)
     grad_x = _sums(x, *x.shape) if needs_x else x.new_empty(0)
-    grad_weight = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
+    grad_weight = weight.new_zeros(weight.shape) if needs_weight else weight.new_empty(0)
     grad_bias = _sums(weight, *weight.shape[:2]) if needs_bias else weight.new_empty(0)
     groups = _Groups(order, ends, len(x))
     gathered, projected = groups.scratch(x, x.shape[1]), groups.scratch(x, weight.shape[1])
@@ -129,7 +129,7 @@ def expert_output_backward(
     rows_of_x, rows_of_scale = x.reshape(len(order), -1), scale.reshape(-1, 1)
     grad_x = rows_of_x.new_empty(rows_of_x.shape if needs_x_or_scale else 0)
     grad_scale = rows_of_scale.new_empty(rows_of_scale.shape if needs_x_or_scale else 0)
-    grad_weight = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
+    grad_weight = weight.new_zeros(weight.shape) if needs_weight else weight.new_empty(0)
     groups = _Groups(order, ends, len(x))
     gathered, projected = groups.scratch(x, weight.shape[1]), groups.scratch(x, weight.shape[1])
     wide = groups.scratch(x, weight.shape[2])

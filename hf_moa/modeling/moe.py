@@ -15,6 +15,7 @@ from transformers.integrations import use_experts_implementation
 from transformers.integrations.moe import ExpertsInterface
 
 from .activations import build_activation
+from .precision import without_autocast
 from .routing import ROUTERS
 from .transforms import is_transformed
 
@@ -60,7 +61,8 @@ class _BiasRows:
         self.bias = bias
 
     def __getitem__(self, expert_ids: Tensor) -> Tensor:
-        if is_transformed(self.bias):
+        # TorchScript saves no Python function
+        if is_transformed(self.bias) or torch.jit.is_tracing():
             return self.bias[expert_ids]
         return _TakeRows.apply(self.bias, expert_ids)
 
@@ -76,8 +78,9 @@ class _TakeRows(torch.autograd.Function):
     def backward(ctx, grad):
         (expert_ids,) = ctx.saved_tensors
         experts = torch.arange(ctx.num_experts, device=grad.device)
-        # shape: (N, rows) @ (rows, width)
-        return (expert_ids == experts.unsqueeze(-1)).to(grad.dtype) @ grad, None
+        with without_autocast(grad.device.type):
+            # shape: (N, rows) @ (rows, width)
+            return (expert_ids == experts.unsqueeze(-1)).to(grad.dtype) @ grad, None
 
 
 class FeedForwardExperts(nn.Module):

@@ -241,6 +241,45 @@ def test_forward_mode_is_dense():
     assert expert_linear.computes_by_expert(index, weight)
 
 
+def test_transforms_may_map_over_the_choice_alone():
+    _, out_of = layers()
+    index = torch.stack([choose(2, 5), choose(2, 5, seed=1)])
+    x, scale = torch.randn(2, 5, K, NARROW).double(), torch.rand(2, 5, K).double()
+    mapped = torch.func.vmap(lambda index: out_of(x, index, scale))(index)
+    torch.testing.assert_close(mapped, torch.stack([out_of(x, each, scale) for each in index]))
+
+
+@pytest.mark.slow
+def test_matrices_of_any_layout_have_gradients_in_compiled_graphs(monkeypatch):
+    """The graph relies on the layout that an operator's gradients are said to have."""
+    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
+    index, scale, grads = choose(2, 11), torch.rand(2, 11, K), []
+    into, out_of = layers(torch.float32)
+    for layer in (into, out_of):
+        data = layer.weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+        layer.weight = torch.nn.Parameter(data)
+
+    def function(x):
+        return out_of(into(x, index), index, scale)
+
+    x = torch.randn(2, 11, WIDE)
+    for run in (function, torch.compile(function, fullgraph=True)):
+        grads.append(torch.autograd.grad(run(x).square().sum(), [into.weight, out_of.weight]))
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_graph_that_does_not_know_how_many_tokens_there_are_is_dense():
+    into = ExpertInput(num_experts=64, in_features=512, out_features=64)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def function(x, index, kept):
+        return into(x[kept][None], index[kept][None])
+
+    x, index, kept = torch.randn(2048, 512), choose(1, 2048, experts=64)[0], torch.rand(2048) < 0.5
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        torch.testing.assert_close(function(x, index, kept), into(x[kept][None], index[kept][None]))
+
+
 @pytest.mark.slow
 def test_compiles_to_one_graph(monkeypatch):
     monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)

@@ -71,6 +71,44 @@ def test_gradients_of_biases_are_rounded_once(implementation):
     assert torch.equal(gradient, chosen.unsqueeze(-1).expand(2, 32).bfloat16())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_biases_are_computed_in_their_own_dtype(compiled):
+    """Under autocast, whose scaled loss leaves half precision; compiled, backward is traced under it."""
+    torch._dynamo.reset()
+    layer, (x, _) = moe_layer("grouped_mm").float(), hidden()
+    biases = [layer.experts.up_proj_bias, layer.experts.down_proj_bias]
+
+    def gradients(step, *, scale, autocasts):
+        with torch.autocast("cpu", torch.float16, enabled=autocasts):
+            y = step(x.float())[0]
+        return torch.autograd.grad(y.float().sum() * scale, biases)
+
+    step = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    found = gradients(step, scale=2.0**16, autocasts=True)
+    expected = gradients(layer, scale=1.0, autocasts=False)
+    for actual, exact in zip(found, expected, strict=True):
+        limit = 1e-2 * exact.abs().max().item()
+        torch.testing.assert_close(actual / 2.0**16, exact, rtol=0, atol=limit)
+
+
+class OutputAlone(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_traced_layer_can_be_saved(implementation, tmp_path):
+    layer = OutputAlone(moe_layer(implementation)).float().eval()
+    x = hidden()[0].float().detach()
+    torch.jit.save(torch.jit.trace(layer, x), tmp_path / "layer.pt")
+    torch.testing.assert_close(torch.jit.load(tmp_path / "layer.pt")(x), layer(x))
+
+
 def test_another_implementation_sees_the_experts_themselves(monkeypatch):
     seen = []
 
