@@ -56,9 +56,15 @@ VARIANTS: dict[str, Flags] = {
     "MAE-7, gate rate 10": {**BCD, "gate_learning_rate": 10},
     "MAE-7, gate rate 100": {**BCD, "gate_learning_rate": 100},
 }
-GATE_RATES = ("MAE-7, gate rate 10", "MAE-7, gate rate 100")
 # the first is what the others differ from
-AGAINST_MAE_7 = ("MAE-7", "MAE-6", "UNI-MAE-7", "NOBCD", *GATE_RATES)
+AGAINST_MAE_7 = (
+    "MAE-7",
+    "MAE-6",
+    "UNI-MAE-7",
+    "NOBCD",
+    "MAE-7, gate rate 10",
+    "MAE-7, gate rate 100",
+)
 
 
 def runs(results: Results) -> list[Settings]:

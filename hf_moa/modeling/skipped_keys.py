@@ -253,11 +253,8 @@ def _bias_of_step(scores: Tensor, keys: OpenKeys) -> Tensor:
     index = keys.position + 1
     table = nn.functional.pad(scores, (1, 0), value=-float("inf"))
     # shape: (heads, B * (1 + K)) -> (B, heads, 1, 1 + K)
-    bias = (
-        torch.unflatten(table.index_select(1, index.flatten()), 1, index.shape)
-        .transpose(0, 1)
-        .unsqueeze(2)
-    )
+    bias = torch.unflatten(table.index_select(1, index.flatten()), 1, index.shape)
+    bias = bias.transpose(0, 1).unsqueeze(2)
     skipped = scores.new_ones(len(index), 1 + keys.length).scatter_(1, index, 0.0)[:, 1:]
     largest = scores.amax(dim=1)
     with without_autocast(scores.device.type):
