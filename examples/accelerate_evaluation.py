@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import default_data_collator
 
-from hf_moa.modeling.precision import in_float64
+from hf_moa.modeling.core.precision import in_float64
 
 
 def mean_over_labels(

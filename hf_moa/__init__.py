@@ -6,14 +6,9 @@ default target modules with PEFT.
 
 import transformers as _transformers
 
-from .modeling import modeling_moa_bert as _bert
-from .modeling import modeling_moa_gpt2 as _gpt2
-from .modeling import modeling_moa_t5 as _t5
-from .modeling.configuration_moa_bert import MoaBertConfig
-from .modeling.configuration_moa_gpt2 import MoaGPT2Config
-from .modeling.configuration_moa_t5 import MoaT5Config
-from .modeling.ftg_config import FTGConfig
-from .modeling.modeling_moa_bert import (
+from .modeling.bert import model as _bert
+from .modeling.bert.configuration import MoaBertConfig
+from .modeling.bert.model import (
     MoaBertForMaskedLM,
     MoaBertForMultipleChoice,
     MoaBertForQuestionAnswering,
@@ -22,7 +17,12 @@ from .modeling.modeling_moa_bert import (
     MoaBertModel,
     MoaBertPreTrainedModel,
 )
-from .modeling.modeling_moa_gpt2 import (
+from .modeling.checkpoint_code import write_code as _write_code
+from .modeling.ftg import model as _ftg  # noqa: F401 - PEFT then knows the method
+from .modeling.ftg.config import FTGConfig
+from .modeling.gpt2 import model as _gpt2
+from .modeling.gpt2.configuration import MoaGPT2Config
+from .modeling.gpt2.model import (
     MoaGPT2ForQuestionAnswering,
     MoaGPT2ForSequenceClassification,
     MoaGPT2ForTokenClassification,
@@ -30,7 +30,9 @@ from .modeling.modeling_moa_gpt2 import (
     MoaGPT2Model,
     MoaGPT2PreTrainedModel,
 )
-from .modeling.modeling_moa_t5 import (
+from .modeling.t5 import model as _t5
+from .modeling.t5.configuration import MoaT5Config
+from .modeling.t5.model import (
     MoaT5EncoderModel,
     MoaT5ForConditionalGeneration,
     MoaT5ForQuestionAnswering,
@@ -48,11 +50,10 @@ __version__ = "0.1.0"
 def _register(config_class, modeling, tokenizer_class) -> None:
     """Make a family known to the auto classes and to PEFT, and its checkpoints carry its code."""
     _transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    config_class.register_for_auto_class()
+    config_class.write_code = _write_code
     for auto_name, model_name in config_class.auto_classes.items():
         model_class = getattr(modeling, model_name)
         getattr(_transformers, auto_name).register(config_class, model_class, exist_ok=True)
-        model_class.register_for_auto_class(auto_name)
     _transformers.AutoTokenizer.register(config_class, tokenizer_class, exist_ok=True)
     backbone = config_class.model_type.removeprefix("moa_")
     _register_target_modules(config_class.model_type, backbone)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .eval_mode import in_eval_mode
-from .modeling.configuration_gating import GatingConfig
+from .modeling.core.configuration import GatingConfig
 from .timing import compare
 
 

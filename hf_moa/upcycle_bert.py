@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .modeling.configuration_moa_bert import MoaBertConfig
+from .modeling.bert.configuration import MoaBertConfig
 from .upcycle_experts import (
     feed_forward_experts,
     matching,

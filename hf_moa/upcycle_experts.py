@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor
 
-from .modeling.configuration_gating import GatingConfig
+from .modeling.core.configuration import GatingConfig
 
 
 def matching(state: dict[str, Tensor], pattern: str) -> list[str]:

@@ -9,10 +9,12 @@ from types import ModuleType
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .modeling import modeling_moa_bert, modeling_moa_gpt2, modeling_moa_t5
-from .modeling.configuration_moa_bert import MoaBertConfig
-from .modeling.configuration_moa_gpt2 import MoaGPT2Config
-from .modeling.configuration_moa_t5 import MoaT5Config
+from .modeling.bert import model as modeling_moa_bert
+from .modeling.bert.configuration import MoaBertConfig
+from .modeling.gpt2 import model as modeling_moa_gpt2
+from .modeling.gpt2.configuration import MoaGPT2Config
+from .modeling.t5 import model as modeling_moa_t5
+from .modeling.t5.configuration import MoaT5Config
 from .upcycle_bert import convert_bert
 from .upcycle_gpt2 import convert_gpt2
 from .upcycle_t5 import convert_t5

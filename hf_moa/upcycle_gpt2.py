@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .modeling.configuration_moa_gpt2 import MoaGPT2Config
+from .modeling.gpt2.configuration import MoaGPT2Config
 from .upcycle_experts import (
     feed_forward_experts,
     matching,

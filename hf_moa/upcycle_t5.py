@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .modeling.configuration_moa_t5 import MoaT5Config
+from .modeling.t5.configuration import MoaT5Config
 from .upcycle_experts import (
     feed_forward_experts,
     heads_of_experts,

@@ -104,7 +104,7 @@ def _load_adapter(source: str, path: Path) -> Any:
     from peft import PeftModel
 
     from hf_moa.model_card.adapter import BASE_FOLDER, base_class_of, names_base_folder
-    from hf_moa.modeling.ftg_config import saved_num_labels
+    from hf_moa.modeling.ftg.config import saved_num_labels
 
     facts = json.loads(path.read_text(encoding="utf-8"))
     base = facts.get("base_model_name_or_path")
@@ -135,7 +135,7 @@ def _load_model(
     from transformers import AutoConfig
 
     import hf_moa
-    from hf_moa.modeling.configuration_gating import GatingConfig
+    from hf_moa.modeling.core.configuration import GatingConfig
 
     config = AutoConfig.from_pretrained(source, subfolder=options.get("subfolder", ""))
     if not isinstance(config, GatingConfig):

@@ -42,7 +42,7 @@ def gating_fields() -> list[GatingField]:
     """The fields of `GatingConfig`, in their order."""
     package = Path(find_spec("hf_moa").origin).parent  # finds it and does not import it
     field_meaning = runpy.run_path(str(package / "field_meanings.py"))["field_meaning"]
-    source = (package / "modeling" / "configuration_gating.py").read_text(encoding="utf-8")
+    source = (package / "modeling" / "core" / "configuration.py").read_text(encoding="utf-8")
     module = ast.parse(source).body
     config = next(node for node in module if isinstance(node, ast.ClassDef))
     constants = {node.targets[0].id: node.value for node in module if isinstance(node, ast.Assign)}

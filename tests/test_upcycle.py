@@ -23,7 +23,7 @@ from transformers import (
 
 import hf_moa
 from hf_moa import MoaBertForMaskedLM, MoaBertModel, upcycle
-from hf_moa.modeling.routing import TopKRouter
+from hf_moa.modeling.routing.routers import TopKRouter
 
 PRESERVING = {
     "mha": {"attention_type": "mha"},

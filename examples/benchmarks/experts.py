@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from tables import Table
 
-from hf_moa.modeling import expert_linear
-from hf_moa.modeling.expert_linear import ExpertInput, ExpertOutput
+from hf_moa.modeling.moa import projections as expert_linear
+from hf_moa.modeling.moa.projections import ExpertInput, ExpertOutput
 from hf_moa.timing import compare
 
 # tokens; d, dh, k

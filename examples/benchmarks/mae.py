@@ -10,9 +10,9 @@ from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from hf_moa import MoaBertConfig, MoaGPT2Config
-from hf_moa.modeling.mae import MixtureOfHeads
-from hf_moa.modeling.moa_bert_layers import MoaBertLayer
-from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Block
+from hf_moa.modeling.bert.layers import MoaBertLayer
+from hf_moa.modeling.gpt2.layers import MoaGPT2Block
+from hf_moa.modeling.mae.mixture import MixtureOfHeads
 from hf_moa.timing import compare
 
 # d, h

@@ -14,8 +14,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Config
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeAttention
 
 from hf_moa import MoaBertConfig, MoaGPT2Config
-from hf_moa.modeling.moa_bert_layers import MoaBertAttention
-from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Attention
+from hf_moa.modeling.bert.layers import MoaBertAttention
+from hf_moa.modeling.gpt2.layers import MoaGPT2Attention
 from hf_moa.timing import compare
 
 HEAD_DIM = 64

@@ -166,7 +166,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
 @contextmanager
 def equal_weights() -> Iterator[None]:
     """Routers give all experts the same weight, in training and after it."""
-    from hf_moa.modeling.routing import TopKRouter
+    from hf_moa.modeling.routing.routers import TopKRouter
 
     def forward(self, hidden_states, padding_mask=None):
         return self.select(0 * self.gate(hidden_states).float(), padding_mask)
@@ -191,7 +191,7 @@ def translation(corpus: str, flags: Flags, folder: str, run: dict[str, Any]) -> 
 
 def model_facts(folder: str, text: str, target: str | None = None) -> dict[str, Any]:
     """Size, operations of attention per token, and the experts' load on the first lines."""
-    from hf_moa.modeling.flops import count_flops
+    from hf_moa.modeling.core.flops import count_flops
 
     model = load_checkpoint(folder)
     length = LENGTH if target is None else SENTENCE_LENGTH

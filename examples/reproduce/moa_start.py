@@ -62,8 +62,8 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
 @contextmanager
 def smaller_output_projections() -> Iterator[None]:
     """Models that are built in this context start with Wo of the backbone's scale."""
-    from hf_moa.modeling.expert_linear import ExpertOutput
-    from hf_moa.modeling.gated_model import GatedModel
+    from hf_moa.modeling.core.gated_model import GatedModel
+    from hf_moa.modeling.moa.projections import ExpertOutput
 
     init_weights = GatedModel._init_weights
 

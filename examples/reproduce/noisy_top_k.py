@@ -139,7 +139,7 @@ def measure_routers(settings: Settings, options: argparse.Namespace) -> dict[str
     from torch.nn.functional import softplus
     from transformers import AutoTokenizer
 
-    from hf_moa.modeling.routing import NoisyTopKRouter, TopKRouter
+    from hf_moa.modeling.routing.routers import NoisyTopKRouter, TopKRouter
 
     measured: dict[str, float] = {}
 

@@ -2,12 +2,12 @@
 
     model = get_peft_model(model, FTGConfig(task_type="SEQ_CLS"))
 
-The code is in `hf_moa/modeling/ftg_*.py`, so that checkpoints carry it.
+The code is in `hf_moa/modeling/ftg/`.
 """
 
-from hf_moa.modeling.ftg_config import GATE_KINDS, FTGConfig
-from hf_moa.modeling.ftg_layer import FTGLayer
-from hf_moa.modeling.ftg_model import FTGModel
+from hf_moa.modeling.ftg.config import GATE_KINDS, FTGConfig
+from hf_moa.modeling.ftg.layer import FTGLayer
+from hf_moa.modeling.ftg.model import FTGModel
 
 from .hub import push_to_hub
 

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from hf_moa.eval_mode import in_eval_mode
 from hf_moa.kinds import is_one
-from hf_moa.modeling.budgets import BudgetControl
+from hf_moa.modeling.cct.budgets import BudgetControl
 
 from .cct import CctMeasure, budget_name
 from .mae import MaeMeasure

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_moa.kinds import is_one
-from hf_moa.modeling.attention import GatedAttention
-from hf_moa.modeling.cct_costs import AttentionCost, used_and_full
-from hf_moa.modeling.cct_feed_forward import FeedForwardGate
-from hf_moa.modeling.precision import in_float64
+from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.cct.costs import AttentionCost, used_and_full
+from hf_moa.modeling.cct.feed_forward import FeedForwardGate
+from hf_moa.modeling.core.precision import in_float64
 
 from .observe import Observation, Tokens, part_of
 from .vocabulary import Vocabulary

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from hf_moa.modeling.mae import MixtureOfHeads
+from hf_moa.modeling.mae.mixture import MixtureOfHeads
 
 from .observe import Observation, mixtures_by_part
 from .token_counts import TokenExpertCounts

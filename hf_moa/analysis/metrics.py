@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_moa.eval_mode import in_eval_mode
 from hf_moa.kinds import is_one
-from hf_moa.modeling.mae import MixtureOfHeads
+from hf_moa.modeling.mae.mixture import MixtureOfHeads
 
 from .cct import budget_name
 from .observe import gated_model_of

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_moa.kinds import is_one
-from hf_moa.modeling.moa import MixtureOfAttentionExperts
-from hf_moa.modeling.precision import in_float64, without_autocast
-from hf_moa.modeling.routing import TopKRouter, largest
+from hf_moa.modeling.core.precision import in_float64, without_autocast
+from hf_moa.modeling.moa.mixture import MixtureOfAttentionExperts
+from hf_moa.modeling.routing.routers import TopKRouter, largest
 
 from .observe import Observation, mixtures_by_part
 from .token_counts import TokenExpertCounts

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_moa.kinds import is_one
-from hf_moa.modeling.attention import GatedAttention
-from hf_moa.modeling.gated_model import GatedModel
-from hf_moa.modeling.task_losses import up_to_last_label
+from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.core.gated_model import GatedModel
+from hf_moa.modeling.core.task_losses import up_to_last_label
 
 PARTS = ("encoder", "decoder", "cross")
 

@@ -127,7 +127,8 @@ class TextBatches:
     ):
         self.data = data
         self.tokenizer = tokenizer
-        self.kind = getattr(model, "_auto_class", None)
+        autos = {name: auto for auto, name in model.config.auto_classes.items()}
+        self.kind = autos.get(type(model).__name__)
         self.batch_size = batch_size
         self.seed = seed
         positions = getattr(model.config, "max_position_embeddings", None) or 512

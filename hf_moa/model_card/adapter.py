@@ -13,8 +13,8 @@ from peft import PeftModel
 from transformers import AutoConfig
 
 from hf_moa.kinds import is_one
-from hf_moa.modeling.configuration_gating import GatingConfig
-from hf_moa.modeling.ftg_config import LOADERS, FTGConfig, saved_num_labels
+from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.modeling.ftg.config import LOADERS, FTGConfig, saved_num_labels
 
 from .card import card_of
 from .files import read_object
@@ -103,9 +103,10 @@ class Adapter:
 
     @property
     def base_carries_code(self) -> bool:
-        """Whether the base loads with `trust_remote_code=True`, as far as it is here to be seen."""
-        if self.base_folder is not None:
-            return False  # transformers looks for code where the adapter is
+        """Whether both load without this package, with `trust_remote_code=True`, as far as it is here to
+        be seen."""
+        if self.base_folder is not None or self.method.startswith("FTG"):
+            return False  # transformers looks for code where the adapter is; FTG is in the package alone
         folder = Path(self.base or "")
         code = folder / f"modeling_{self.config.model_type}.py"
         return not self.base or not folder.is_dir() or code.is_file()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_moa.markdown import table
-from hf_moa.modeling.precision import in_float64
+from hf_moa.modeling.core.precision import in_float64
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moa.modeling.task_losses import up_to_last_label
+from hf_moa.modeling.core.task_losses import up_to_last_label
 
 
 def has_auxiliary_losses(config: Any) -> bool:

@@ -13,7 +13,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 
 from hf_moa.markdown import union_table
-from hf_moa.modeling.precision import on_device
+from hf_moa.modeling.core.precision import on_device
 
 Budget = float | tuple[float, float]
 

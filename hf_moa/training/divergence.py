@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moa.modeling.sharding import DTensor
-from hf_moa.modeling.task_losses import IGNORE_INDEX
+from hf_moa.modeling.core.sharding import DTensor
+from hf_moa.modeling.core.task_losses import IGNORE_INDEX
 
 NO_LABELS = (
     "There is no label to learn from: all are -100, and the loss is a mean over none. Leave such rows "

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_moa.kinds import is_one
-from hf_moa.modeling.mae import MaeGate
-from hf_moa.modeling.process_sum import has_several_processes
-from hf_moa.modeling.sharding import DTensor
+from hf_moa.modeling.core.process_sum import has_several_processes
+from hf_moa.modeling.core.sharding import DTensor
+from hf_moa.modeling.mae.mixture import MaeGate
 
 MAE_TRAININGS = ("bcd", "expert", "joint")
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moa.modeling.precision import at_least_float32
-from hf_moa.modeling.task_losses import IGNORE_INDEX, next_token_labels
+from hf_moa.modeling.core.precision import at_least_float32
+from hf_moa.modeling.core.task_losses import IGNORE_INDEX, next_token_labels
 
 
 def smoothed_loss(

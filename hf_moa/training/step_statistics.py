@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moa.modeling.budgets import made_on
-from hf_moa.modeling.precision import in_float64
+from hf_moa.modeling.cct.budgets import made_on
+from hf_moa.modeling.core.precision import in_float64
 
 
 class StepStatistics:

@@ -21,9 +21,9 @@ from transformers.trainer_utils import HPSearchBackend, has_length
 from transformers.utils import logging
 
 from hf_moa.model_card import MeanExpertLoad
-from hf_moa.modeling.precision import on_device
-from hf_moa.modeling.sharding import FSDPModule
-from hf_moa.modeling.task_losses import next_token_labels, token_share
+from hf_moa.modeling.core.precision import on_device
+from hf_moa.modeling.core.sharding import FSDPModule
+from hf_moa.modeling.core.task_losses import next_token_labels, token_share
 
 from .arguments import (
     GateTrainingArguments,

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from hf_moa.kinds import is_one
-from hf_moa.modeling.gated_model import GatedModel
+from hf_moa.modeling.core.gated_model import GatedModel
 
 from .checkpoints import written_whole
 

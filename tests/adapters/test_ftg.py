@@ -317,18 +317,19 @@ def test_adapter_of_another_backbone_is_refused(tmp_path):
 
 REMOTE = """
 import sys
-sys.modules["hf_moa"] = None  # as where it is not installed
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 base = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/base", trust_remote_code=True)
+assert type(base).__module__.startswith("transformers_modules."), type(base)
+import hf_moa  # which brings the method
 model = PeftModel.from_pretrained(base, sys.argv[1] + "/adapter").eval()
 with torch.no_grad():
     torch.save(model(torch.arange(5, 12)[None]).logits, sys.argv[1] + "/logits.pt")
 """
 
 
-def test_adapter_loads_beside_the_code_of_its_base(tmp_path):
+def test_adapter_loads_on_a_base_of_a_checkpoints_own_code(tmp_path):
     base = build("gpt2", **VARIANTS["mae-cct"])
     base.save_pretrained(tmp_path / "base")
     model = get_peft_model(base, FTGConfig(init_weights=False)).eval()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_moa import MoaBertConfig, timing
-from hf_moa.modeling.expert_linear import ExpertOutput
-from hf_moa.modeling.moa_bert_layers import MoaBertSelfAttention
+from hf_moa.modeling.bert.layers import MoaBertSelfAttention
+from hf_moa.modeling.moa.projections import ExpertOutput
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 

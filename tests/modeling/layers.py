@@ -13,10 +13,10 @@ from references import Weights, bert_weights, gpt2_weights, t5_weights
 from torch import Tensor, nn
 
 from hf_moa import MoaBertModel, MoaGPT2Model, MoaT5EncoderModel
-from hf_moa.modeling.attention import GatedAttention
-from hf_moa.modeling.moa_bert_layers import MoaBertAttention
-from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Attention
-from hf_moa.modeling.moa_t5_layers import MoaT5Attention
+from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.bert.layers import MoaBertAttention
+from hf_moa.modeling.gpt2.layers import MoaGPT2Attention
+from hf_moa.modeling.t5.layers import MoaT5Attention
 
 BACKBONES = ("bert", "bert-decoder", "gpt2", "t5", "t5-decoder")
 each_backbone = pytest.mark.parametrize("backbone", BACKBONES)

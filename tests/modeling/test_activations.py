@@ -5,7 +5,7 @@ import torch
 from families import CASE, main_output
 from transformers.activations import ACT2FN
 
-from hf_moa.modeling.activations import build_activation
+from hf_moa.modeling.core.activations import build_activation
 
 PLAIN = sorted(set(ACT2FN) - {"prelu", "xielu"})  # these two have parameters
 

@@ -8,8 +8,8 @@ import torch
 from families import CASE
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_moa.modeling.attention import GatedAttention
-from hf_moa.modeling.cache_name import CACHE_NAME
+from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.cache.naming import CACHE_NAME
 
 BOTH_NAMES = ("past_key_values", "cache")
 CASES = [

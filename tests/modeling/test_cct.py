@@ -14,14 +14,14 @@ from layers import attention_layer, each_backbone
 from references import cct_attention, control, layer_norm
 
 from hf_moa import MoaBertForMultipleChoice, MoaBertForSequenceClassification, MoaBertModel
-from hf_moa.modeling.attention import GatedAttention
-from hf_moa.modeling.budgets import BudgetControl, made_on
-from hf_moa.modeling.cct import ControlNetwork, GatedAttentionControl
-from hf_moa.modeling.cct_costs import AttentionCost, AttentionUse, budget_loss
-from hf_moa.modeling.feed_forward import build_feed_forward
-from hf_moa.modeling.moa_bert_layers import MoaBertAttention, MoaBertLayer
-from hf_moa.modeling.moa_gpt2_layers import MoaGPT2Attention
-from hf_moa.modeling.moa_t5_layers import MoaT5LayerCrossAttention, MoaT5LayerSelfAttention
+from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.bert.layers import MoaBertAttention, MoaBertLayer
+from hf_moa.modeling.cct.budgets import BudgetControl, made_on
+from hf_moa.modeling.cct.costs import AttentionCost, AttentionUse, budget_loss
+from hf_moa.modeling.cct.gates import ControlNetwork, GatedAttentionControl
+from hf_moa.modeling.feed_forward.layers import build_feed_forward
+from hf_moa.modeling.gpt2.layers import MoaGPT2Attention
+from hf_moa.modeling.t5.layers import MoaT5LayerCrossAttention, MoaT5LayerSelfAttention
 
 
 def cct_config(*, causal=False, sublayer_norm=True, **fields):

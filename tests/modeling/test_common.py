@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoModel
 from transformers.utils import find_labels
 
 import hf_moa
-from hf_moa.modeling.cct import ControlNetwork
-from hf_moa.modeling.mae import MaeGate
-from hf_moa.modeling.outputs import GatingOutput, GatingSeq2SeqOutput
-from hf_moa.modeling.routing import TopKRouter
+from hf_moa.modeling.cct.gates import ControlNetwork
+from hf_moa.modeling.core.outputs import GatingOutput, GatingSeq2SeqOutput
+from hf_moa.modeling.mae.mixture import MaeGate
+from hf_moa.modeling.routing.routers import TopKRouter
 
 each_family = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
 

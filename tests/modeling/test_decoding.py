@@ -13,11 +13,11 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_moa import MoaBertModel
-from hf_moa.modeling import gate_cache
-from hf_moa.modeling.cache_name import CACHE_NAME
-from hf_moa.modeling.gate_cache import CROP_RESERVE, GatedDynamicLayer
-from hf_moa.modeling.gate_norm import GateBatchNorm
-from hf_moa.modeling.mae import MAE_PHASES
+from hf_moa.modeling.cache import gate_states as gate_cache
+from hf_moa.modeling.cache.gate_states import CROP_RESERVE, GatedDynamicLayer
+from hf_moa.modeling.cache.naming import CACHE_NAME
+from hf_moa.modeling.mae.mixture import MAE_PHASES
+from hf_moa.modeling.mae.norm import GateBatchNorm
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,10 @@ from layers import attention_layer
 from references import moa_attention
 from torch._subclasses import FakeTensorMode
 
-from hf_moa.modeling import expert_kernels, expert_linear, expert_loop, expert_products
+from hf_moa.modeling.moa import fast_products as expert_products
+from hf_moa.modeling.moa import fast_products_cpu as expert_loop
+from hf_moa.modeling.moa import fast_products_gpu as expert_kernels
+from hf_moa.modeling.moa import projections as expert_linear
 
 pytest.importorskip("triton")
 
@@ -74,7 +77,10 @@ def convert(argument, dtype):
 def assert_close_to_float64(function, kernels, tensors, tolerance):
     """What the kernels give is what the CPU's loop gives in float64, to a share of the largest."""
     exact = [convert(t, torch.float64) for t in tensors]
-    actual, expected = getattr(kernels, function)(*tensors), getattr(expert_loop, function)(*exact)
+    actual, expected = (
+        getattr(kernels, function)(*tensors),
+        getattr(expert_loop, f"cpu_{function}")(*exact),
+    )
     if isinstance(actual, torch.Tensor):
         actual, expected = [actual], [expected]
     for a, e in zip(actual, expected, strict=True):
@@ -88,7 +94,9 @@ def test_groups_are_the_loops(interpreted, experts):
     scores = torch.rand(40, experts, generator=torch.Generator().manual_seed(0))
     index = scores.topk(3).indices
     for actual, expected in zip(
-        interpreted.expert_groups(index, experts), expert_loop.expert_groups(index, experts), strict=True
+        interpreted.expert_groups(index, experts),
+        expert_loop.cpu_expert_groups(index, experts),
+        strict=True,
     ):
         assert torch.equal(actual, expected)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from test_expert_linear import choose
 
-from hf_moa.modeling import expert_kernels, expert_linear
+from hf_moa.modeling.moa import fast_products_gpu as expert_kernels
+from hf_moa.modeling.moa import projections as expert_linear
 
 pytest.importorskip("triton")
 

@@ -7,8 +7,10 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_moa.modeling import expert_linear, expert_loop, expert_products
-from hf_moa.modeling.expert_linear import ExpertInput, ExpertOutput
+from hf_moa.modeling.moa import fast_products as expert_products
+from hf_moa.modeling.moa import fast_products_cpu as expert_loop
+from hf_moa.modeling.moa import projections as expert_linear
+from hf_moa.modeling.moa.projections import ExpertInput, ExpertOutput
 
 N, K, WIDE, NARROW = 7, 3, 12, 5
 

@@ -8,10 +8,10 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_moa
-from hf_moa.modeling import expert_linear
-from hf_moa.modeling.attention import GatedAttention
-from hf_moa.modeling.expert_linear import ExpertInput
-from hf_moa.modeling.mae import MixtureOfHeads
+from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.mae.mixture import MixtureOfHeads
+from hf_moa.modeling.moa import projections as expert_linear
+from hf_moa.modeling.moa.projections import ExpertInput
 
 LENGTH = 9
 

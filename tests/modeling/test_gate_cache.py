@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from hf_moa.modeling.gate_cache import GatedDynamicLayer
+from hf_moa.modeling.cache.gate_states import GatedDynamicLayer
 
 MODES = {
     "grad": contextlib.nullcontext,

@@ -8,8 +8,8 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import jvp
 
-from hf_moa.modeling.gate_norm import GateBatchNorm
-from hf_moa.modeling.mae import MaeGate
+from hf_moa.modeling.mae.mixture import MaeGate
+from hf_moa.modeling.mae.norm import GateBatchNorm
 
 ROWS, SIZE = 7, 5
 

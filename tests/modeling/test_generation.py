@@ -7,7 +7,7 @@ from families import CASE, T5
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_moa.modeling.gate_cache import CROP_RESERVE
+from hf_moa.modeling.cache.gate_states import CROP_RESERVE
 
 GENERATORS = {"gpt2": CASE["GPT2LMHeadModel"], "t5": CASE["T5ForConditionalGeneration"]}
 NAMES = ["mha", "mae-1", "mae-window-3", "moa", "moe", "cct", "mae-cct", "moa-moe-cct"]

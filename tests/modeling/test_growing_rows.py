@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from hf_moa.modeling.gate_cache import CROP_RESERVE, GatedDynamicLayer
-from hf_moa.modeling.growing_rows import AveragedRows
+from hf_moa.modeling.cache.gate_states import CROP_RESERVE, GatedDynamicLayer
+from hf_moa.modeling.cache.growing import AveragedRows
 
 RESERVE = 4  # rows held beyond the window
 

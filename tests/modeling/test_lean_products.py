@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from transformers.pytorch_utils import Conv1D
 
-from hf_moa.modeling.lean_products import project_weighted, tanh_dropout
+from hf_moa.modeling.mae.fast_products import project_weighted, tanh_dropout
 
 HEADS, SIZE, WIDE = 3, 4, 5
 

@@ -12,8 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from references import batch_norm, mae_attention, mae_gate
 
 from hf_moa import MoaBertForSequenceClassification, MoaBertModel
-from hf_moa.modeling.gate_pooling import windowed_mean
-from hf_moa.modeling.mae import dropped_heads, head_weights
+from hf_moa.modeling.mae.mixture import dropped_heads, head_weights
+from hf_moa.modeling.mae.pooling import windowed_mean
 
 
 def mae_layer(backbone="bert", **fields):

@@ -7,7 +7,7 @@ from layers import attention_layer, each_backbone, new_attention_layer
 from references import moa_attention
 
 from hf_moa import MoaBertModel
-from hf_moa.modeling.expert_linear import ExpertInput, ExpertOutput
+from hf_moa.modeling.moa.projections import ExpertInput, ExpertOutput
 
 
 def moa_layer(backbone="bert", *, heads=2, experts=5, head_dim=12, **fields):

@@ -5,7 +5,7 @@ import torch
 from common import batch
 from families import CASE, T5
 
-from hf_moa.modeling.moe import _PortableExperts
+from hf_moa.modeling.feed_forward.experts import _PortableExperts
 
 LM = CASE["T5ForConditionalGeneration"]
 

@@ -5,7 +5,7 @@ import torch
 from common import assert_same_with_gradients, hidden, randomize, tiny_config
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from hf_moa.modeling.moe import SparseMoeFeedForward
+from hf_moa.modeling.feed_forward.experts import SparseMoeFeedForward
 
 
 def moe_layer(implementation="eager", *, experts=4, selected=2, router="topk", size=48):

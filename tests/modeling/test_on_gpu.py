@@ -7,7 +7,7 @@ from families import LANGUAGE_MODELS, each_class, each_mechanism, each_variant, 
 from test_no_waiting import WIDTH, masks_made_without_looking  # noqa: F401
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from hf_moa.modeling import expert_linear
+from hf_moa.modeling.moa import projections as expert_linear
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
 
 pytestmark = pytest.mark.gpu

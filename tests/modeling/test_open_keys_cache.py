@@ -8,17 +8,17 @@ import torch
 from families import CASE
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_moa.modeling.cct import ControlNetwork
-from hf_moa.modeling.gate_cache import GatedDynamicLayer, GatedStaticLayer
-from hf_moa.modeling.open_keys_cache import OpenKeysLayer
-from hf_moa.modeling.skipped_keys import (
+from hf_moa.modeling.cache.gate_states import GatedDynamicLayer, GatedStaticLayer
+from hf_moa.modeling.cct.compact_cache import OpenKeysLayer
+from hf_moa.modeling.cct.gates import ControlNetwork
+from hf_moa.modeling.cct.skipped_keys import (
     OpenKeys,
     attend_to_open_keys,
     gathering_scores_pays,
     scores_to_add,
     visible_keys,
 )
-from hf_moa.modeling.token_rows import TokenRows
+from hf_moa.modeling.cct.token_subset import TokenRows
 
 GPT2, T5 = CASE["GPT2LMHeadModel"], CASE["T5ForConditionalGeneration"]
 MIXTURES = pytest.mark.parametrize("attention_type", ["mha", "mae", "moa"])
@@ -31,8 +31,8 @@ def build(execution="sparse", case=GPT2, **fields):
 
 def small_layers_skip(monkeypatch):
     """As large ones do under `auto`."""
-    for name in ("token_rows._TO_FIND", "token_rows._TO_GATHER", "open_keys_cache._LEAST_NUMBERS"):
-        monkeypatch.setattr(f"hf_moa.modeling.{name}", 0)
+    for name in ("token_subset._TO_FIND", "token_subset._TO_GATHER", "compact_cache._LEAST_NUMBERS"):
+        monkeypatch.setattr(f"hf_moa.modeling.cct.{name}", 0)
 
 
 def tokens(length=12, batch_size=3, seed=0):
@@ -219,9 +219,9 @@ def test_auto_equals_dense_once_the_cache_is_large(
 ):
     """Steps behind open keys, all tokens projected or the open ones alone."""
     small_layers_skip(monkeypatch)
-    monkeypatch.setattr("hf_moa.modeling.open_keys_cache.LARGEST_SHARE", 1)
+    monkeypatch.setattr("hf_moa.modeling.cct.compact_cache.LARGEST_SHARE", 1)
     if projected == "all":
-        monkeypatch.setattr("hf_moa.modeling.token_rows._TO_FIND", 10**12)
+        monkeypatch.setattr("hf_moa.modeling.cct.token_subset._TO_FIND", 10**12)
     found, caches = [], []
     for execution in ("dense", "auto"):
         model = build(execution, case=case, attention_type=attention_type)
@@ -241,7 +241,7 @@ def test_auto_equals_dense_once_the_cache_is_large(
             found.append(logits[mask.bool()])
             caches.append(cache.layers)
         size = caches[0][0].keys.shape[1] * caches[0][0].keys.shape[3]
-        monkeypatch.setattr("hf_moa.modeling.open_keys_cache._LEAST_NUMBERS", 3 * 12 * size)
+        monkeypatch.setattr("hf_moa.modeling.cct.compact_cache._LEAST_NUMBERS", 3 * 12 * size)
     torch.testing.assert_close(found[1], found[0], atol=1e-9, rtol=1e-9)
     assert all(type(layer) is GatedDynamicLayer for layer in caches[0])
     assert all(isinstance(layer, OpenKeysLayer) for layer in caches[1])
@@ -550,11 +550,13 @@ def test_visible_keys_of_chunks_are_told_by_their_masks():
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_position_bias_either_way(pays, monkeypatch):
-    monkeypatch.setattr("hf_moa.modeling.sparse_attention.gathering_scores_pays", lambda *_, **__: pays)
+    monkeypatch.setattr(
+        "hf_moa.modeling.cct.sparse_attention.gathering_scores_pays", lambda *_, **__: pays
+    )
     small_layers_skip(monkeypatch)
     attended = []
     monkeypatch.setattr(
-        "hf_moa.modeling.sparse_attention.attend_to_open_keys",
+        "hf_moa.modeling.cct.sparse_attention.attend_to_open_keys",
         lambda *args, **kwargs: attended.append(1) or attend_to_open_keys(*args, **kwargs),
     )
     ids = tokens(9)

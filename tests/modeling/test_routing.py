@@ -6,9 +6,10 @@ import torch
 from common import assert_same_with_gradients, hidden, randomize
 from references import cv_squared
 
-from hf_moa.modeling import router_losses, routing
-from hf_moa.modeling.router_terms import router_terms
-from hf_moa.modeling.routing import Noise, NoisyTopKRouter, TopKRouter
+from hf_moa.modeling.routing import losses as router_losses
+from hf_moa.modeling.routing import routers as routing
+from hf_moa.modeling.routing.routers import Noise, NoisyTopKRouter, TopKRouter
+from hf_moa.modeling.routing.totals import router_terms
 
 
 def router(kind=TopKRouter, *, experts=6, selected=2, detach=False):
@@ -165,7 +166,7 @@ def test_load_loss_survives_noise_that_underflows():
 @pytest.mark.parametrize("kind", [TopKRouter, NoisyTopKRouter])
 def test_layers_that_are_measured_at_once_are_as_by_themselves(kind, masked, most, monkeypatch):
     """Some of them with several routers, whose losses are averaged, and whose experts stand in a row."""
-    monkeypatch.setattr("hf_moa.modeling.router_terms._MOST_AT_ONCE", most)
+    monkeypatch.setattr("hf_moa.modeling.routing.totals._MOST_AT_ONCE", most)
     x, mask = hidden()
     routers = [router(kind).train() for _ in range(7)]
     routings = [each(x, mask if masked else None) for each in routers]
@@ -192,7 +193,7 @@ def test_layers_that_are_measured_at_once_are_as_by_themselves(kind, masked, mos
 
 def test_processes_sum_alike_whatever_their_batches(monkeypatch):
     """One with longer rows measures fewer layers at once: each must take part in the same sums."""
-    monkeypatch.setattr("hf_moa.modeling.router_terms._MOST_AT_ONCE", 500)
+    monkeypatch.setattr("hf_moa.modeling.routing.totals._MOST_AT_ONCE", 500)
     summed = []
 
     def with_a_process_of_the_same(counts):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from hf_moa.modeling import sharding
+from hf_moa.modeling.core import sharding
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -9,13 +9,13 @@ from peft import LoraConfig, get_peft_model
 from torch.func import functional_call, stack_module_state, vmap
 from transformers.pytorch_utils import Conv1D
 
-from hf_moa.modeling.attention import GatedAttention
-from hf_moa.modeling.cct import ControlNetwork
-from hf_moa.modeling.cct_feed_forward import FeedForwardGate
-from hf_moa.modeling.feed_forward import gated_dense
-from hf_moa.modeling.linear_slices import input_slice, is_plain, linear_slice
-from hf_moa.modeling.skipped_keys import visible_keys
-from hf_moa.modeling.token_rows import Execution, GatedParts, TokenRows, choose_execution, in_steps
+from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.cct.feed_forward import FeedForwardGate
+from hf_moa.modeling.cct.gates import ControlNetwork
+from hf_moa.modeling.cct.skipped_keys import visible_keys
+from hf_moa.modeling.cct.token_subset import Execution, GatedParts, TokenRows, choose_execution, in_steps
+from hf_moa.modeling.core.linear_slices import input_slice, is_plain, linear_slice
+from hf_moa.modeling.feed_forward.layers import gated_dense
 
 each_gated_variant = pytest.mark.parametrize(
     ("case", "fields"),
@@ -60,7 +60,7 @@ def test_longer_padding_changes_nothing(case, fields, monkeypatch):
     expected = build(case, "dense", **fields)(**inputs).logits
     sizes = []
     monkeypatch.setattr(
-        "hf_moa.modeling.token_rows.in_steps", lambda size, device: sizes.append(size) or size + 5
+        "hf_moa.modeling.cct.token_subset.in_steps", lambda size, device: sizes.append(size) or size + 5
     )
     actual = build(case, "sparse", **fields)(**inputs).logits
     assert sizes
@@ -76,7 +76,7 @@ def test_sizes_on_an_accelerator_are_few():
 @pytest.mark.parametrize("execution", ["auto", "sparse"])
 def test_models_side_by_side_compute_what_each_does(execution, monkeypatch):
     """Under `vmap` no gate can be looked at, so that all is computed."""
-    monkeypatch.setattr("hf_moa.modeling.token_rows._TO_FIND", 0)
+    monkeypatch.setattr("hf_moa.modeling.cct.token_subset._TO_FIND", 0)
     case = CASE["BertModel"]
     models = [case.build(seed=seed, cct_budgets=[1, 0.5], cct_execution=execution) for seed in (0, 1)]
     ids = case.inputs()["input_ids"]
@@ -97,7 +97,7 @@ def test_models_side_by_side_compute_what_each_does(execution, monkeypatch):
     "case", [c for c in LANGUAGE_MODELS if c.family.name != "bert"], ids=lambda c: c.family.name
 )
 def test_generation_is_the_same(case, cache, num_beams, more, monkeypatch):
-    monkeypatch.setattr("hf_moa.modeling.token_rows.in_steps", lambda size, device: size + more)
+    monkeypatch.setattr("hf_moa.modeling.cct.token_subset.in_steps", lambda size, device: size + more)
     inputs = case.inputs()
     inputs.pop("decoder_input_ids", None)
     if case.family.name == "gpt2":
@@ -222,7 +222,7 @@ def test_one_token_takes_open_parts_side_by_side_at_once(open_parts, kind, monke
 @pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda c: c.family.name)
 def test_all_closed_and_all_open(case, open_gates, monkeypatch):
     monkeypatch.setattr(
-        "hf_moa.modeling.cct.ControlNetwork.forward",
+        "hf_moa.modeling.cct.gates.ControlNetwork.forward",
         lambda self, x: x.new_full((*x.shape[:-1], self.out.out_features), open_gates),
     )
     inputs = case.inputs()
@@ -258,9 +258,9 @@ def test_auto_skips_where_enough_is_closed(dtype):
 @pytest.mark.parametrize("few", [0, 64])
 def test_what_is_saved_by_skipping(few, monkeypatch):
     """A part without tokens saves the reading of its matrix, too; one with some, the closed ones."""
-    monkeypatch.setattr("hf_moa.modeling.token_rows._FEW_GATES", few)
+    monkeypatch.setattr("hf_moa.modeling.cct.token_subset._FEW_GATES", few)
     for name, cost in (("_ROWS_TO_READ", 8), ("_TO_GATHER", 100)):
-        monkeypatch.setattr(f"hf_moa.modeling.token_rows.{name}", cost)
+        monkeypatch.setattr(f"hf_moa.modeling.cct.token_subset.{name}", cost)
     gates = torch.tensor([[[0, 1, 0, 1], [0, 0, 1, 1]]])  # two tokens, four parts
     parts = GatedParts(gates, 10)
     assert parts.open_tokens() == [0, 1, 1, 2]
@@ -274,7 +274,7 @@ def test_what_is_saved_by_skipping(few, monkeypatch):
 
 
 def test_training_is_dense(monkeypatch):
-    monkeypatch.setattr("hf_moa.modeling.token_rows.TokenRows.__init__", None)
+    monkeypatch.setattr("hf_moa.modeling.cct.token_subset.TokenRows.__init__", None)
     case = LANGUAGE_MODELS[0]
     build(case, "sparse", cct_budgets=[1, 0.5]).train()(**case.inputs())
 

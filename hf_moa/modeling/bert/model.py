@@ -1,0 +1,515 @@
+"""Gated BERT: transformers' BERT with mixtures of heads, expert feed-forward layers and CCT.
+
+With the default configuration it is BERT: same function, same state-dict keys. This file shows what
+is particular to BERT as a model: embeddings in, masks, cache and heads. Its layers are in
+`layers.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.models.bert.modeling_bert import (
+    BertOnlyMLMHead,
+    BertPooler,
+    BertPreTrainedModel,
+)
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+from ..core.gated_model import GatedModel, padding_mask_of
+from ..core.outputs import (
+    MoaMaskedLMOutput,
+    MoaModelOutput,
+    MoaMultipleChoiceOutput,
+    MoaQuestionAnsweringOutput,
+    MoaSequenceClassifierOutput,
+    MoaTokenClassifierOutput,
+    collect_gating,
+    gating_fields,
+)
+from ..core.task_losses import labelled_alone, token_loss, token_share
+from ..mae.gate_phase import only_gates_learn_in_gate_phase
+from .configuration import MoaBertConfig
+from .layers import (
+    MoaBertEmbeddings,
+    MoaBertEncoder,
+    MoaBertLayer,
+    MoaBertSelfAttention,
+)
+
+
+class MoaBertPreTrainedModel(GatedModel, BertPreTrainedModel):
+    """Base class of the gated BERT models: initialisation, loading and saving, the gates' switches."""
+
+    config_class = MoaBertConfig
+    base_model_prefix = "bert"
+    _no_split_modules = ("MoaBertEmbeddings", "MoaBertLayer")
+    _can_record_outputs = {  # noqa: RUF012 - read by transformers as it stands
+        "hidden_states": MoaBertLayer,
+        "attentions": OutputRecorder(MoaBertSelfAttention, index=1, layer_name="attention"),
+        "cross_attentions": OutputRecorder(MoaBertSelfAttention, index=1, layer_name="crossattention"),
+    }
+
+
+class MoaBertModel(MoaBertPreTrainedModel):
+    """The gated BERT encoder, or decoder with `is_decoder=True`.
+
+    Args:
+        config: a `MoaBertConfig`.
+        add_pooling_layer: whether the output has a `pooler_output`.
+    """
+
+    def __init__(self, config: MoaBertConfig, add_pooling_layer: bool = True):
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.embeddings = MoaBertEmbeddings(config)
+        self.cct = self._budget_control()
+        self.encoder = MoaBertEncoder(config)
+        self.pooler = BertPooler(config) if add_pooling_layer else None
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embeddings.word_embeddings = value
+
+    @takes_cache_by_any_name
+    @only_gates_learn_in_gate_phase
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        budget: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> MoaModelOutput:
+        """transformers' BERT arguments, and:
+
+        Args:
+            attention_mask: `[B, T]`, 1 for real tokens; gates leave the others out. A mask `[B, 1,
+                T, T]` rules attention only: gates then count every token. A row of zeros is allowed:
+                its outputs mean nothing, and it changes no other row's.
+            budget: CCT's compute budget, a number of `config.cct_budgets` or a tensor `[B]` of such.
+                Default: what `set_budget` chose (in training too); else drawn for each sequence in
+                training, and the largest in eval.
+
+        Returns:
+            transformers' output with the fields of `hf_moa.modeling.outputs.GatingOutput`.
+
+        Raises:
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than
+                `max_position_embeddings`; a budget that the model does not know; a budget without
+                CCT.
+        """
+        requested = self._requested_gating(kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        tokens = inputs_embeds if input_ids is None else input_ids
+        cache = self._cache(cache, use_cache, encoder_hidden_states)
+        past_length = 0 if cache is None else cache.get_seq_length()
+        if position_ids is None:
+            position_ids = self._positions(past_length, tokens.shape[1])
+        choice = self._resolve_budget(tokens, budget)
+        hidden_states = self.embeddings(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            control_symbol=None if choice is None else choice.embedding,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+        )
+        hidden_states, records = self.encoder(
+            hidden_states,
+            self._self_mask(hidden_states, attention_mask, cache),
+            encoder_hidden_states,  # positional, for reentrant gradient checkpointing
+            encoder_attention_mask=self._cross_mask(
+                hidden_states, encoder_hidden_states, encoder_attention_mask
+            ),
+            **{CACHE_NAME: cache},  # as gradient checkpointing looks for it
+            padding_mask=padding_mask_of(attention_mask, tokens.shape[1], past_length),
+            encoder_padding_mask=(
+                None
+                if encoder_hidden_states is None
+                else padding_mask_of(encoder_attention_mask, encoder_hidden_states.shape[1])
+            ),
+            **kwargs,
+        )
+        return MoaModelOutput(
+            last_hidden_state=hidden_states,
+            pooler_output=None if self.pooler is None else self.pooler(hidden_states),
+            **{CACHE_NAME: cache if use_cache else None},
+            **collect_gating(
+                self.config,
+                records,
+                budget=choice,
+                control=self.cct,
+                requested=requested,
+            ),
+        )
+
+    def _cache(
+        self,
+        cache: Cache | None,
+        use_cache: bool | None,
+        encoder_hidden_states: Tensor | None,
+    ) -> Cache | None:
+        if cache is not None:
+            return cache
+        if not (self.config.is_decoder and use_cache):
+            return None
+        cache = DynamicCache(config=self.config)
+        if encoder_hidden_states is None:
+            return cache
+        return EncoderDecoderCache(cache, DynamicCache(config=self.config))
+
+    def _positions(self, past: int, new: int) -> Tensor:
+        length, limit = past + new, self.config.max_position_embeddings
+        if length > limit:
+            raise ValueError(
+                f"The sequence must be at most max_position_embeddings={limit} tokens long (got "
+                f"{length}). Truncate it in the tokenizer: truncation=True, max_length={limit}."
+            )
+        return self.embeddings.position_ids[:, past:length]
+
+    def _self_mask(self, hidden_states: Tensor, mask: Tensor | None, cache: Cache | None) -> Any:
+        if self.config.is_decoder:
+            return create_causal_mask(self.config, hidden_states, mask, cache)
+        return create_bidirectional_mask(
+            config=self.config, inputs_embeds=hidden_states, attention_mask=mask
+        )
+
+    def _cross_mask(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None, mask: Tensor | None
+    ) -> Any:
+        if mask is None or encoder_hidden_states is None:
+            return None
+        return create_bidirectional_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=mask,
+            encoder_hidden_states=encoder_hidden_states,
+        )
+
+
+class MoaBertForMaskedLM(MoaBertPreTrainedModel):
+    """Gated BERT with a masked language modelling head."""
+
+    _tied_weights_keys = {  # noqa: RUF012
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+
+    def __init__(self, config: MoaBertConfig):
+        super().__init__(config)
+        self.bert = MoaBertModel(config, add_pooling_layer=False)
+        self.cls = BertOnlyMLMHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.cls.predictions.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.cls.predictions.decoder = new_embeddings
+        self.cls.predictions.bias = new_embeddings.bias
+
+    @only_gates_learn_in_gate_phase
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        budget: float | Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> MoaMaskedLMOutput:
+        """See `MoaBertModel.forward`, and:
+
+        Args:
+            labels: `[B, T]` int64, the masked tokens; -100 elsewhere.
+            num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
+
+        Returns:
+            `logits` `[B, T, V]`; in training with labels and `config.sparse_prediction`, `[n, V]` of the
+            n labelled tokens, row after row.
+        """
+        outputs = self.bert(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            budget=budget,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if self.config.sparse_prediction and self.training and labels is not None:
+            hidden_states, labels = labelled_alone(hidden_states, labels)
+        logits = self.cls(hidden_states)
+        loss = None
+        if labels is not None:
+            loss = token_loss(logits, labels, num_items_in_batch=num_items_in_batch)
+        return MoaMaskedLMOutput(
+            loss=self._with_aux_loss(loss, outputs, token_share(labels, num_items_in_batch)),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **gating_fields(outputs),
+        )
+
+
+class MoaBertForSequenceClassification(MoaBertPreTrainedModel):
+    """Gated BERT with a classifier (or regressor) on the pooled output."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over sequences
+
+    def __init__(self, config: MoaBertConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.bert = MoaBertModel(config)
+        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @only_gates_learn_in_gate_phase
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        budget: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> MoaSequenceClassifierOutput:
+        """See `MoaBertModel.forward`, and:
+
+        Args:
+            labels: `[B]` int64 classes, `[B]` floats for regression, or `[B, classes]` floats for
+                several labels at once (`config.problem_type`).
+        """
+        outputs = self.bert(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            budget=budget,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.pooler_output))
+        loss = None
+        if labels is not None:
+            loss = ForSequenceClassificationLoss(labels, logits, self.config)
+        return MoaSequenceClassifierOutput(
+            loss=self._with_aux_loss(loss, outputs),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **gating_fields(outputs),
+        )
+
+
+class MoaBertForTokenClassification(MoaBertPreTrainedModel):
+    """Gated BERT with a classifier on each token."""
+
+    def __init__(self, config: MoaBertConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.bert = MoaBertModel(config, add_pooling_layer=False)
+        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @only_gates_learn_in_gate_phase
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        budget: float | Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> MoaTokenClassifierOutput:
+        """See `MoaBertModel.forward`, and:
+
+        Args:
+            labels: `[B, T]` int64 classes; -100 is ignored.
+            num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
+        """
+        outputs = self.bert(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            budget=budget,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = token_loss(logits, labels, num_items_in_batch=num_items_in_batch)
+        return MoaTokenClassifierOutput(
+            loss=self._with_aux_loss(loss, outputs, token_share(labels, num_items_in_batch)),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **gating_fields(outputs),
+        )
+
+
+class MoaBertForQuestionAnswering(MoaBertPreTrainedModel):
+    """Gated BERT with a span classifier: start and end of the answer."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over sequences
+
+    def __init__(self, config: MoaBertConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.bert = MoaBertModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @only_gates_learn_in_gate_phase
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        budget: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> MoaQuestionAnsweringOutput:
+        """See `MoaBertModel.forward`, and:
+
+        Args:
+            start_positions, end_positions: `[B]` int64, the answer's first and last token; positions
+                outside the sequence are ignored.
+        """
+        outputs = self.bert(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            budget=budget,
+            return_dict=True,
+            **kwargs,
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        start_logits, end_logits = start_logits.contiguous(), end_logits.contiguous()
+        loss = ForQuestionAnsweringLoss(start_logits, end_logits, start_positions, end_positions)
+        return MoaQuestionAnsweringOutput(
+            loss=self._with_aux_loss(loss, outputs),
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **gating_fields(outputs),
+        )
+
+
+class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
+    """Gated BERT with a score for each of several choices."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over examples
+
+    def __init__(self, config: MoaBertConfig):
+        super().__init__(config)
+        self.bert = MoaBertModel(config)
+        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    def _run_to_count(self, tokens: Tensor) -> None:
+        self(input_ids=tokens.unsqueeze(1))  # of one choice
+
+    @only_gates_learn_in_gate_phase
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        budget: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> MoaMultipleChoiceOutput:
+        """See `MoaBertModel.forward`, and:
+
+        Args:
+            input_ids: `[B, choices, T]`, and so every other input of the base model. Gating outputs
+                count each choice as a sequence: `[B * choices, ...]`.
+            labels: `[B]` int64, the right choice.
+            budget: a number, or a tensor `[B]`: all choices of an example have the same.
+        """
+        num_choices = (inputs_embeds if input_ids is None else input_ids).shape[1]
+        if isinstance(budget, Tensor) and budget.ndim > 0:
+            budget = budget.repeat_interleave(num_choices)
+        outputs = self.bert(
+            _merge_choices(input_ids),
+            attention_mask=_merge_choices(attention_mask),
+            token_type_ids=_merge_choices(token_type_ids),
+            position_ids=_merge_choices(position_ids),
+            inputs_embeds=_merge_choices(inputs_embeds),
+            budget=budget,
+            return_dict=True,
+            **kwargs,
+        )
+        # shape: (B * choices, 1) -> (B, choices)
+        logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, num_choices)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return MoaMultipleChoiceOutput(
+            loss=self._with_aux_loss(loss, outputs),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **gating_fields(outputs),
+        )
+
+
+def _classifier_dropout(config: MoaBertConfig) -> float:
+    dropout = config.classifier_dropout
+    return config.hidden_dropout_prob if dropout is None else dropout
+
+
+def _merge_choices(x: Tensor | None) -> Tensor | None:
+    """`[B, choices, ...]` -> `[B * choices, ...]`."""
+    return None if x is None else x.flatten(0, 1)

@@ -1,0 +1,390 @@
+"""What gates remember between decoding steps, kept in the KV cache beside keys and values.
+
+A causal MAE gate averages over a window of past tokens, and CCT counts the keys that were not skipped.
+Both live in the cache's layers, so that every operation that moves the keys (beam reorder, crop,
+repeat, select, reset) moves them too. Only offloading does not: a window is small beside the keys,
+and is needed before they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
+
+from ..core.tracing import is_traced
+from ..mae.norm import GateBatchNorm
+from .growing import AveragedRows, GrowingKeys, GrowingRows, last_rows
+from .naming import CACHE_NAME
+
+# Inputs that a dynamic layer holds beyond the window, so that as many tokens can be cropped.
+CROP_RESERVE = 128
+
+
+class Window(NamedTuple):
+    """What a causal gate averages, oldest first: `rows` `[B, S, d]`, zero where they are of no real
+    token, and `valid` `[B, S]` bool, the real ones; None for all."""
+
+    rows: Tensor
+    valid: Tensor | None
+
+
+class GatePast(NamedTuple):
+    """What a causal gate finds of earlier tokens in a layer of the cache.
+
+    Attributes:
+        layer: of the cache.
+        name: of the gate's state.
+        size: tokens of a window, its last one included; None for all there were.
+    """
+
+    layer: GatedDynamicLayer | GatedStaticLayer
+    name: str
+    size: int | None
+
+    def window(self, rows: Tensor, valid: Tensor | None) -> Window:
+        """See `GatedDynamicLayer.window`."""
+        return self.layer.window(self.name, rows, valid, size=self.size)
+
+    def mean(self, row: Tensor, valid: Tensor | None) -> Tensor | None:
+        """See `GatedDynamicLayer.mean`."""
+        return self.layer.mean(self.name, row, valid, size=self.size)
+
+    def scale_and_shift(self, norm: GateBatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`norm.scale_and_shift(dtype)`, made once: weights stay while a cache is filled. Made anew for
+        another weight, as another adapter's."""
+        kept = self.layer.kept.get(self.name)
+        if kept is None or kept[0] is not norm.weight or kept[1] is not dtype:
+            kept = self.layer.kept[self.name] = norm.weight, dtype, norm.scale_and_shift(dtype)
+        return kept[2]
+
+
+class _GateStates:
+    """A cache layer's named gate states, the batch first; and what the gates' norms amount to."""
+
+    # no part of what an exporter sees, as in `GrowingRows`, nor of a copy
+    __slots__ = ("_kept",)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__
+
+    @property
+    def kept(self) -> dict[str, tuple]:
+        """Of a gate, by its state's name: its norm's weight, a dtype, and the norm's scale and shift."""
+        try:
+            return self._kept
+        except AttributeError:
+            self._kept = {}
+            return self._kept
+
+    def reset(self) -> None:
+        super().reset()
+        self._kept = {}
+
+    def mean(self, name: str, row: Tensor, valid: Tensor | None, *, size: int | None) -> Tensor | None:
+        """See `GatedDynamicLayer.mean`."""
+        return None
+
+    @classmethod
+    def in_place_of(cls, layer):
+        """A layer of this class for another that holds no keys yet."""
+        gated = cls.__new__(cls)
+        gated.__dict__.update({"states": {}, **layer.__dict__})
+        return gated
+
+
+class GatedDynamicLayer(_GateStates, DynamicLayer):
+    """`DynamicLayer` with gate states that grow with it."""
+
+    __slots__ = ("_growing",)  # see above
+
+    states: dict[str, GrowingRows]
+    record_past = False
+    _window_size: int | None = None
+
+    def activate_past_recording(self) -> None:
+        """Hold all inputs from now on, so that any crop is possible. Assisted decoding asks for it."""
+        self.record_past = True
+
+    def window(self, name: str, rows: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
+        """Append the rows of T tokens; return what windows that end at these tokens see.
+
+        Args:
+            name: of the state.
+            rows: `[B, T, d]`.
+            valid: `[B, T]` bool, the real tokens among them; None for all.
+            size: tokens of a window, its last one included; None for all there were.
+        """
+        self._window_size = size
+        held = self._held(size)
+        seen = None if size is None else size - 1 + rows.shape[1]
+        if valid is None and f"{name}_valid" not in self.states:
+            return Window(self._append(name, rows, held=held, seen=seen, averaged=True), None)
+        if valid is None:
+            valid = rows.new_ones(rows.shape[:2], dtype=torch.bool)
+        elif name in self.states and f"{name}_valid" not in self.states:
+            # the first that are not all real
+            past = rows.new_ones(rows.shape[0], len(self.states[name]), dtype=torch.bool)
+            self._append(f"{name}_valid", past)
+        rows = rows.masked_fill(~valid.unsqueeze(-1), 0.0)
+        return Window(
+            self._append(name, rows, held=held, seen=seen, averaged=True),
+            self._append(f"{name}_valid", valid, held=held, seen=seen),
+        )
+
+    def mean(self, name: str, row: Tensor, valid: Tensor | None, *, size: int | None) -> Tensor | None:
+        """`window` and its mean, `[B, 1, d]`, in a few small operations: those of a decoding step.
+
+        Returns:
+            None where there is more to do, and nothing was appended: for several tokens, or the first;
+            where some are not real; in a graph.
+        """
+        state = self.states.get(name)
+        if row.shape[1] > 1 or valid is not None or f"{name}_valid" in self.states:
+            return None
+        if not isinstance(state, AveragedRows) or torch.is_grad_enabled() or is_traced(row):
+            return None
+        return state.append_one(row, window=size, held=self._held(size))
+
+    def _held(self, size: int | None) -> int | None:
+        """Rows to hold for windows of `size`."""
+        return None if size is None or self.record_past else size - 1 + CROP_RESERVE
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """`DynamicLayer.update`, without its copy of all keys and values at each step."""
+        grows_in_place = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_empty(self))
+        if not grows_in_place or key_states.dtype != self.keys.dtype:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.keys = self._grow("keys", key_states)
+        self.values = self._grow("values", value_states)
+        return self.keys, self.values
+
+    def _grow(self, name: str, new: Tensor) -> Tensor:
+        growing = getattr(self, "_growing", None)
+        if growing is None:
+            growing = self._growing = {}
+        held = getattr(self, name)
+        if name not in growing or growing[name].rows is not held:  # moved, cropped or chosen from
+            growing[name] = GrowingKeys(held)
+        return growing[name].append(new)
+
+    def offload(self) -> None:
+        super().offload()
+        self._growing = {}
+
+    def count(self, name: str, amounts: Tensor) -> Tensor:
+        """Add `[B, T, n]`; return the sums over all tokens before these, `[B, n]`."""
+        before = self.counted(name)
+        self._append(name, amounts)
+        return torch.zeros_like(amounts[:, 0]) if before is None else before
+
+    def counted(self, name: str) -> Tensor | None:
+        """The sums over all tokens, `[B, n]`; None before the first."""
+        return self.states[name].rows.sum(dim=1) if name in self.states else None
+
+    def _append(
+        self,
+        name: str,
+        new: Tensor,
+        *,
+        held: int | None = None,
+        seen: int | None = None,
+        averaged: bool = False,
+    ) -> Tensor:
+        """See `GrowingRows.append`; `averaged` is of a new state."""
+        if name not in self.states:
+            rows = new[:, :0]  # by their names: Dynamo makes no object of a class that it is given
+            self.states[name] = AveragedRows(rows) if averaged else GrowingRows(rows)
+        return self.states[name].append(new, held=held, seen=seen)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._apply(lambda x: x[indices, ...])
+
+    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move sequences: `function` maps what has the batch in front."""
+        growing = getattr(self, "_growing", None) or {}
+        for name in ("keys", "values") if self.get_seq_length() else ():
+            held = getattr(self, name)
+            if name in growing and growing[name].rows is held:
+                growing[name].apply(function)
+                setattr(self, name, growing[name].rows)
+            else:
+                setattr(self, name, function(held))
+        for state in self.states.values():
+            state.apply(function)
+
+    def reset(self) -> None:
+        super().reset()
+        self.states, self._growing = {}, {}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove >= 0:
+            super().crop(tokens_to_remove)  # which refuses what is no removal
+            return
+        length = self.get_seq_length()
+        left = length - abs(tokens_to_remove)
+        needed = left if self._window_size is None else min(left, self._window_size - 1)
+        shortest = min(map(len, self.states.values()), default=length)
+        if shortest - abs(tokens_to_remove) < needed:
+            raise ValueError(
+                f"tokens_to_remove must be at most {CROP_RESERVE}, the inputs that the gates hold "
+                f"beyond their window (got {tokens_to_remove}). To hold all, call "
+                "`activate_past_recording()` of the cache after the first forward."
+            )
+        self._kept = {}  # whoever starts again may have learned since
+        self._crop_keys(abs(tokens_to_remove))
+        for state in self.states.values():
+            state.crop(abs(tokens_to_remove))
+
+    def for_export(self) -> GatedDynamicLayer:
+        """This layer as an exported step takes and gives it."""
+        for state in self.states.values():
+            state.leave_room()
+        return self
+
+    def _crop_keys(self, tokens_to_remove: int) -> None:
+        super().crop(-tokens_to_remove)
+
+
+class GatedStaticLayer(_GateStates, StaticLayer):
+    """`StaticLayer` with gate states of fixed shape, changed in place: a compiled decoding step
+    neither recompiles nor reallocates."""
+
+    states: dict[str, Tensor]
+
+    def window(self, name: str, rows: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
+        """See `GatedDynamicLayer.window`; before the first token stand `size - 1` that are no real
+        ones."""
+        if valid is None:
+            valid = rows.new_ones(rows.shape[:2], dtype=torch.bool)
+        held = self.max_cache_len if size is None else size - 1
+        return Window(
+            self._shift_in(name, rows.masked_fill(~valid.unsqueeze(-1), 0.0), held=held),
+            self._shift_in(f"{name}_valid", valid, held=held),
+        )
+
+    def count(self, name: str, amounts: Tensor) -> Tensor:
+        """See `GatedDynamicLayer.count`."""
+        total = self._state(name, amounts.new_zeros(amounts[:, 0].shape))
+        before = total.clone()
+        total.add_(amounts.sum(dim=1))
+        return before
+
+    def counted(self, name: str) -> Tensor | None:
+        """See `GatedDynamicLayer.counted`."""
+        return self.states.get(name)
+
+    def _shift_in(self, name: str, new: Tensor, *, held: int) -> Tensor:
+        past = self._state(name, new.new_zeros(new.shape[0], held, *new.shape[2:]))
+        full = torch.cat([past, new], dim=1)
+        past.copy_(last_rows(full, held))
+        return full
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        states = self.states.items()
+        self.states = {name: x.index_select(0, beam_idx.to(x.device)) for name, x in states}
+
+    def _state(self, name: str, initial: Tensor) -> Tensor:
+        if name not in self.states:
+            self.states[name] = initial
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(initial)
+        return self.states[name]
+
+    def reset(self) -> None:
+        super().reset()
+        for state in self.states.values():
+            state.zero_()
+
+
+_GATED = {DynamicLayer: GatedDynamicLayer, StaticLayer: GatedStaticLayer}
+
+
+def own_cache(cache: Cache, *, cross: bool) -> Cache:
+    """The part of a decoder's cache that is of self-attention, or of cross-attention."""
+    if not isinstance(cache, EncoderDecoderCache):
+        return cache
+    return cache.cross_attention_cache if cross else cache.self_attention_cache
+
+
+def gated_layer(
+    cache: Cache, layer_idx: int, *, cross: bool = False
+) -> GatedDynamicLayer | GatedStaticLayer:
+    """A layer of the decoder's cache, made able to hold gate states.
+
+    Args:
+        cache: the cache.
+        layer_idx: of the layer.
+        cross: its cross-attention layer, instead of the self-attention one.
+
+    Raises:
+        ValueError: the cache is of a kind that cannot hold them, or was filled without them.
+    """
+    own = own_cache(cache, cross=cross)
+    while len(own.layers) <= layer_idx and own.layer_class_to_replicate is not None:
+        own.layers.append(own.layer_class_to_replicate())
+    layer = own.layers[layer_idx]
+    if type(layer) in _GATED and is_empty(layer):
+        own.layers[layer_idx] = layer = _GATED[type(layer)].in_place_of(layer)
+    if not isinstance(layer, _GateStates):
+        raise ValueError(
+            f"{CACHE_NAME} must be a dynamic or static cache that this model filled, so that its "
+            f"gates find their past in it (got layer {type(layer).__name__}). Pass a new "
+            "DynamicCache or StaticCache, or none."
+        )
+    return layer
+
+
+def check_held_keys(cache: Cache, layer_idx: int, new: Tensor) -> None:
+    """Check that the new keys `[B, heads, T, dh]` go on from those that a cache holds.
+
+    Raises:
+        ValueError: these are of other heads; those of PEFT's prefix tuning are, by default.
+    """
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
+        return
+    (_, heads, _, size), (_, held_heads, _, held_size) = new.shape, layer.keys.shape
+    if (heads, size) != (held_heads, held_size):
+        raise ValueError(
+            f"{CACHE_NAME} must hold keys of this model's heads, {heads} of size {size} in layer "
+            f"{layer_idx} (got {held_heads} of size {held_size}). A PrefixTuningConfig makes them so "
+            f"with num_attention_heads={heads}, token_dim={heads * size}."
+        )
+
+
+def is_empty(layer: DynamicLayer | StaticLayer) -> bool:
+    """Whether a layer holds no keys."""
+    # Compiled code meets static layers that were filled eagerly, and those are gated already.
+    return not layer.is_initialized or int(layer.get_seq_length()) == 0
+
+
+def _register_with_exporters() -> None:
+    """Let an exported step take caches as an exported step before it gives them: with all keys, and
+    without room for more."""
+    try:
+        from transformers.exporters.utils import register_export_input_preparer
+    except ImportError:
+        return
+
+    # named twice: what names it once may be another's, and would be replaced
+    @register_export_input_preparer(CACHE_NAME, CACHE_NAME)
+    def prepare_layers(model: nn.Module, inputs: dict) -> None:
+        for cross in (False, True):
+            cache = own_cache(inputs[CACHE_NAME], cross=cross)
+            for layer_idx, layer in enumerate(getattr(cache, "layers", [])):
+                if hasattr(layer, "for_export"):
+                    cache.layers[layer_idx] = layer.for_export()
+
+
+_register_with_exporters()

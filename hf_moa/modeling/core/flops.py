@@ -1,0 +1,237 @@
+"""Floating-point operations of a model's forward, counted without computing anything.
+
+Counted are the matrix products of the equations, 2 operations for each multiply-accumulate: projections,
+scores and weighted values of the keys that a query sees, gates, heads. Norms, activations, softmax,
+embeddings and the pooling of gate inputs are not, as usual.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from ..attention.gated_attention import GatedAttention
+from ..cct.budgets import BudgetControl
+from ..cct.feed_forward import FeedForwardGate
+from ..cct.gates import ControlNetwork
+from ..feed_forward.experts import FeedForwardExperts
+from ..mae.mixture import MaeGate
+from ..moa.projections import ExpertInput, ExpertOutput
+from ..routing.routers import TopKRouter
+
+
+@dataclass(frozen=True)
+class PartFlops:
+    """Operations of one part of a model on one sequence.
+
+    Attributes:
+        name: the layer (`"encoder.layer.0"`), or the module where it is in none.
+        part: `"self_attention"`, `"cross_attention"`, `"feed_forward"`, or `"head"` outside layers.
+        total: with the matrices of every expert applied to every token (attention itself has the heads
+            that are chosen), and all of CCT's gates open.
+        active: of the experts that the routers choose, at the budget.
+        gating: what of `active` gates, routers and control networks take.
+    """
+
+    name: str
+    part: str
+    total: float
+    active: float
+    gating: float
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of a model's forward on one sequence.
+
+    Attributes:
+        parts: of each layer's sub-layers, in the order of computation.
+        num_tokens: of the sequence; encoder-decoder models: of both.
+        budget: that CCT holds a layer's skippable part to, in a pair for encoder-decoder models; None
+            without CCT.
+    """
+
+    parts: tuple[PartFlops, ...]
+    num_tokens: int
+    budget: Any
+
+    @property
+    def total(self) -> float:
+        return sum(part.total for part in self.parts)
+
+    @property
+    def active(self) -> float:
+        return sum(part.active for part in self.parts)
+
+    @property
+    def gating(self) -> float:
+        return sum(part.gating for part in self.parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON or a `DataFrame` of `["parts"]`."""
+        sums = {"total": self.total, "active": self.active, "gating": self.gating}
+        return {**asdict(self), "parts": [asdict(part) for part in self.parts], **sums}
+
+    def __str__(self) -> str:
+        """A Markdown table of millions of operations per token."""
+        rows = [(part.name, part.part, part) for part in self.parts] + [("sum", "", self)]
+        lines = [
+            "| layer | part | total, MFLOPs/token | active | of it gating |",
+            "|---|---|---|---|---|",
+        ]
+        for name, part, flops in rows:
+            numbers = (flops.total, flops.active, flops.gating)
+            cells = (f"{number / self.num_tokens / 1e6:.4g}" for number in numbers)
+            lines.append(f"| {name} | {part} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+
+def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
+    """Count what a call of the model on one sequence computes; see `GatedModel.flops`.
+
+    The model runs on the meta device, which keeps shapes and has no numbers.
+    """
+    places = dict(_places(model))
+    controls = {
+        stack: control
+        for stack in model.modules()
+        for control in stack.children()
+        if isinstance(control, BudgetControl)
+    }
+    shares = {
+        module: control.share(budget)
+        for stack, control in controls.items()
+        for module in stack.modules()
+    }
+    gating = {
+        inner
+        for module in model.modules()
+        if isinstance(module, (MaeGate, TopKRouter, ControlNetwork))
+        for inner in module.modules()
+    }
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+
+    def count(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        macs = _macs(module, *args, **kwargs)
+        if macs is None:
+            return
+        active = macs.active - (macs.skippable * (1 - shares[module]) if macs.skippable else 0)
+        numbers = (macs.total, active, macs.active if module in gating else 0)
+        sums[places[module]] = [
+            sum_ + 2 * number for sum_, number in zip(sums[places[module]], numbers, strict=True)
+        ]
+
+    hooks = [module.register_forward_hook(count, with_kwargs=True) for module in model.modules()]
+    try:
+        with _on_meta(model), torch.no_grad():
+            model._run_to_count(
+                *(torch.zeros(1, length, dtype=torch.long, device="meta") for length in lengths)
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    parts = (PartFlops(*place, *numbers) for place, numbers in sums.items())
+    budgets = tuple(control.share(budget) for control in controls.values())
+    return Flops(tuple(parts), sum(lengths), (budgets or (None,))[0] if len(budgets) < 2 else budgets)
+
+
+class _Macs(NamedTuple):
+    """Multiply-accumulates of one call of a module itself, not of those in it."""
+
+    total: float
+    active: float
+    skippable: float = 0  # what of them CCT holds to the budget, here or in other modules
+
+
+def _macs(module: nn.Module, x: Any = None, *args: Any, **kwargs: Any) -> _Macs | None:
+    if isinstance(module, (nn.Linear, Conv1D)):
+        macs = x.numel() // x.shape[-1] * module.weight.numel()
+        return _Macs(macs, macs)
+    if isinstance(module, (ExpertInput, ExpertOutput)):
+        return _expert_macs(module.weight, args[0])
+    if isinstance(module, FeedForwardExperts):
+        up, down = (_expert_macs(w, args[0]) for w in (module.up_weight, module.down_proj))
+        return _Macs(up.total + down.total, up.active + down.active)
+    if isinstance(module, GatedAttention):
+        length = x.shape[1]
+        source = kwargs.get("encoder_hidden_states")
+        keys = length if source is None else source.shape[1]
+        pairs = length * (length + 1) // 2 if module.is_causal else length * keys
+        cost = module.cost
+        skippable = length * cost.query + keys * cost.kv + pairs * cost.pair
+        return _Macs(pairs * cost.pair, pairs * cost.pair, 0 if module.cct is None else skippable)
+    if isinstance(module, FeedForwardGate):
+        return _Macs(0, 0, x.shape[:-1].numel() * module.num_splits * module.part_cost)
+    return None
+
+
+def _expert_macs(weight: Tensor, index: Tensor) -> _Macs:
+    """Of weights `[N, a, b]` and chosen experts `[..., k]`."""
+    num_experts, *matrix = weight.shape
+    active = index.numel() * matrix[0] * matrix[1]
+    return _Macs(active // index.shape[-1] * num_experts, active)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
+    """Every module and where it belongs: `PartFlops.name` and `part`."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        parents = [name.rsplit(".", n)[0] for n in range(name.count("."), -1, -1)]
+        layers = [p for p in parents if isinstance(modules[p], GradientCheckpointingLayer)]
+        if not layers:
+            yield module, (name, "head")
+            continue
+        layer, part = layers[0], "feed_forward"
+        for parent in parents[parents.index(layer) + 1 :]:
+            if isinstance(modules[parent], nn.ModuleList):  # T5's of a layer's parts
+                continue
+            for inner in modules[parent].modules():
+                if isinstance(inner, GatedAttention):
+                    part = "cross_attention" if inner.is_cross_attention else "self_attention"
+            break
+        yield module, (layer, part)
+
+
+@contextmanager
+def _on_meta(model: nn.Module) -> Iterator[None]:
+    """Have the model in eval, on the meta device, with implementations that run there."""
+    was_training = [module for module in model.modules() if module.training]
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    runs_there = {
+        "_attn_implementation_internal": "eager",
+        "_experts_implementation_internal": "batched_mm",
+    }
+    chosen = [(config, {name: getattr(config, name) for name in runs_there}) for config in configs]
+    # hooks that gather or move parameters have none to move
+    wrapped = [(m, m.__dict__.pop("forward")) for m in model.modules() if "forward" in m.__dict__]
+    held = [
+        (tensors, name, tensor)
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+    try:
+        model.eval()
+        for config in configs:
+            vars(config).update(runs_there)
+        for tensors, name, tensor in held:
+            tensors[name] = tensor.detach().to("meta")
+        yield
+    finally:
+        for tensors, name, tensor in held:
+            tensors[name] = tensor
+        for module, forward in wrapped:
+            module.forward = forward
+        for config, implementations in chosen:
+            vars(config).update(implementations)
+        for module in was_training:
+            module.training = True

@@ -1,0 +1,117 @@
+"""What generation with gated models needs beside transformers' own `generate`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.generation import (
+    GenerationMixin,
+    LogitsProcessorList,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from ..attention.gated_attention import GatedAttention
+from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+
+
+class GatedGenerationMixin(GenerationMixin):
+    """`GenerationMixin` that hands the gates their budget, their past and the padding."""
+
+    def generate(self, *args: Any, budget: Any = None, **kwargs: Any) -> Any:
+        """transformers' `generate`, and:
+
+        Args:
+            budget: CCT's compute budget in every step, as the model's forward takes it: a number of
+                `config.cct_budgets`, for T5 also a pair `(encoder, decoder)`, or a tensor with one
+                per sequence. Default: what `set_budget` chose, else the largest. An assistant keeps to
+                its own: choose that with `assistant_model.set_budget`.
+
+        Raises:
+            ValueError: a budget that the model does not know; a budget without CCT; a cache that
+                cannot hold what the gates remember (MAE and CCT take dynamic and static ones).
+        """
+        if budget is not None:
+            # beams repeat the rows of every tensor, and a scalar has none
+            is_scalar = isinstance(budget, Tensor) and budget.ndim == 0
+            kwargs["budget"] = budget = budget.item() if is_scalar else budget
+            self._check_budget(budget)
+        encoded = kwargs.get("encoder_outputs")
+        if isinstance(encoded, dict):  # the same of its losses
+            rows = {k: v for k, v in encoded.items() if not isinstance(v, Tensor) or v.ndim > 0}
+            kwargs["encoder_outputs"] = type(encoded)(**rows)
+        return super().generate(*args, **kwargs)
+
+    def _check_budget(self, budget: Any) -> None:
+        """Refuse what the first forward would take, and a later one would not."""
+
+    @takes_cache_by_any_name
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        cache: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """transformers' own, by the names that it looks for; and the padding of the step's tokens.
+
+        With a static cache, transformers turns the padding mask into one of pairs, from which gates
+        cannot tell padding: the mask of the step's own tokens then travels beside it.
+        """
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **{CACHE_NAME: cache},
+            **kwargs,
+        )
+        prefix = "decoder_" if self.config.is_encoder_decoder else ""
+        mask = kwargs.get("decoder_attention_mask") if prefix else attention_mask
+        prepared = inputs.get(f"{prefix}attention_mask")
+        if mask is not None and mask.ndim == 2 and (prepared is None or prepared.ndim != 2):
+            tokens = inputs.get(f"{prefix}input_ids")
+            tokens = inputs["inputs_embeds"] if tokens is None else tokens
+            inputs[f"{prefix}padding_mask"] = mask[:, -tokens.shape[1] :].bool().contiguous()
+        return inputs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get(CACHE_NAME)
+        if cache is None:
+            return
+        decoder = self.decoder if self.config.is_encoder_decoder else self
+        for module in decoder.modules():
+            if isinstance(module, GatedAttention):
+                module.prepare_cache(cache)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()  # the layers that were asked before are replaced
+
+    def _get_candidate_generator(
+        self, *args: Any, model_kwargs: dict[str, Any], assistant_model: Any = None, **kwargs: Any
+    ) -> Any:
+        if assistant_model is not None and assistant_model is not self:
+            model_kwargs = {name: value for name, value in model_kwargs.items() if name != "budget"}
+        return super()._get_candidate_generator(
+            *args, model_kwargs=model_kwargs, assistant_model=assistant_model, **kwargs
+        )
+
+    def _get_logits_processor(
+        self, *args: Any, model_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> LogitsProcessorList:
+        processors = super()._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
+        budget = (model_kwargs or {}).get("budget")
+        for processor in processors:
+            if budget is not None and isinstance(
+                processor, UnbatchedClassifierFreeGuidanceLogitsProcessor
+            ):
+                processor.model = partial(self, budget=budget)  # it asks the model by itself
+        return processors

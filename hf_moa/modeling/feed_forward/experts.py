@@ -1,0 +1,222 @@
+"""Sparsely-gated mixture of feed-forward experts (Shazeer et al. 2017).
+
+The experts run on transformers' experts interface (`model.set_experts_implementation(...)`), which
+brings grouped matrix products on CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations import use_experts_implementation
+from transformers.integrations.moe import ExpertsInterface
+
+from ..core.activations import build_activation
+from ..core.precision import without_autocast
+from ..core.tracing import is_transformed
+from ..routing.routers import ROUTERS
+
+
+class _PortableExperts(ExpertsInterface):
+    """transformers' implementations, with the plain loop where `grouped_mm` has no kernel."""
+
+    def get_interface(self, experts_implementation, default):
+        chosen = super().get_interface(experts_implementation, default)
+        if experts_implementation not in ("grouped_mm", "batched_mm"):
+            return chosen
+
+        def chosen_or_loop(experts, *args, **kwargs):
+            if experts_implementation == "grouped_mm" and not _grouped_mm_runs_on(experts):
+                return default(experts, *args, **kwargs)
+            return chosen(_WithBiasRows(experts) if experts.bias else experts, *args, **kwargs)
+
+        return chosen_or_loop
+
+
+def _grouped_mm_runs_on(experts: FeedForwardExperts) -> bool:
+    weights = (experts.up_weight, experts.down_proj)
+    aligned = all(w.shape[-1] * w.element_size() % 16 == 0 for w in weights)
+    return aligned and experts.down_proj.dtype != torch.float64
+
+
+class _WithBiasRows:
+    """Experts as these implementations see them, which ask for `bias[expert_ids]`, a row a token."""
+
+    def __init__(self, experts: FeedForwardExperts):
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._experts, name)
+        return _BiasRows(found) if name in ("up_proj_bias", "down_proj_bias") else found
+
+
+class _BiasRows:
+    """`bias[expert_ids]`, with a gradient that is a matrix product: autograd's adds up the rows of an
+    expert one after the other, which takes a GPU several times as long as all else in the layer."""
+
+    def __init__(self, bias: Tensor):
+        self.bias = bias
+
+    def __getitem__(self, expert_ids: Tensor) -> Tensor:
+        # TorchScript saves no Python function
+        if is_transformed(self.bias) or torch.jit.is_tracing():
+            return self.bias[expert_ids]
+        return _TakeRows.apply(self.bias, expert_ids)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, bias, expert_ids):
+        ctx.save_for_backward(expert_ids)
+        ctx.num_experts = len(bias)
+        return bias[expert_ids]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (expert_ids,) = ctx.saved_tensors
+        experts = torch.arange(ctx.num_experts, device=grad.device)
+        with without_autocast(grad.device.type):
+            # shape: (N, rows) @ (rows, width)
+            return (expert_ids == experts.unsqueeze(-1)).to(grad.dtype) @ grad, None
+
+
+class FeedForwardExperts(nn.Module):
+    """N feed-forward networks in stacked parameters; the subclasses say of what form.
+
+    Parameters: `up_proj` `[N, ff, d]` (or `gate_up_proj` `[N, 2 * ff, d]`: first the half that is
+    activated, then the one it multiplies), `down_proj` `[N, d, ff]`, and their biases.
+    Shapes: `hidden_states` `[tokens, d]`, `top_k_index` and `top_k_weights` `[tokens, k]`
+    -> `[tokens, d]`, the weighted sum over the k experts of each token.
+    """
+
+    is_gated = False
+    bias = False
+
+    def __init__(
+        self, config, *, num_experts: int, hidden_size: int, intermediate_size: int, activation: str
+    ):
+        super().__init__()
+        self.num_experts = num_experts
+        up_size = intermediate_size * (2 if self.is_gated else 1)
+        up = nn.Parameter(torch.empty(num_experts, up_size, hidden_size))
+        self.register_parameter("gate_up_proj" if self.is_gated else "up_proj", up)
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        if self.bias:
+            self.up_proj_bias = nn.Parameter(torch.zeros(num_experts, up_size))
+            self.down_proj_bias = nn.Parameter(torch.zeros(num_experts, hidden_size))
+        self.act_fn = build_activation(activation)
+        nn.init.normal_(up, std=hidden_size**-0.5)
+        nn.init.normal_(self.down_proj, std=intermediate_size**-0.5)
+
+    @property
+    def up_weight(self) -> Tensor:
+        return self.gate_up_proj if self.is_gated else self.up_proj
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        output = torch.zeros_like(hidden_states)
+        linear = nn.functional.linear
+        for expert in range(self.num_experts):
+            token, slot = torch.where(top_k_index == expert)
+            up_bias = self.up_proj_bias[expert] if self.bias else None
+            down_bias = self.down_proj_bias[expert] if self.bias else None
+            up = linear(hidden_states[token], self.up_weight[expert], up_bias)
+            if self.is_gated:
+                activated, multiplied = up.chunk(2, dim=-1)
+                up = self.act_fn(activated) * multiplied
+            else:
+                up = self.act_fn(up)
+            down = linear(up, self.down_proj[expert], down_bias)
+            weighted = down * top_k_weights[token, slot, None].to(down.dtype)
+            output = output.index_add(0, token, weighted.to(output.dtype))
+        return output
+
+
+_experts = partial(use_experts_implementation, experts_interface=_PortableExperts(), is_transposed=False)
+
+
+@_experts(has_gate=False, has_bias=True)
+class BiasedExperts(FeedForwardExperts):
+    """`W2 act(W1 x + b1) + b2`, as in BERT and GPT-2."""
+
+    bias = True
+
+
+@_experts(has_gate=False, has_bias=False)
+class UnbiasedExperts(FeedForwardExperts):
+    """`W2 act(W1 x)`, as in T5."""
+
+
+@_experts(has_gate=True, has_bias=False)
+class GatedExperts(FeedForwardExperts):
+    """`W2 (act(W1 x) * W3 x)`, as in T5's "gated-gelu"."""
+
+    is_gated = True
+
+
+# (is_gated, bias) -> the experts of that form
+EXPERTS = {
+    (False, True): BiasedExperts,
+    (False, False): UnbiasedExperts,
+    (True, False): GatedExperts,
+}
+
+
+class SparseMoeFeedForward(nn.Module):
+    """A feed-forward layer of N experts, k of them active per token.
+
+    `y = sum_i G(x)_i E_i(x)` (Shazeer et al. 2017, eq. 1), G a softmax over the k kept logits.
+
+    Args:
+        config: read by transformers' experts interface for the implementation only.
+        hidden_size: d.
+        intermediate_size: width of one expert.
+        activation: name of the activation.
+        is_gated, bias: form of an expert; see `DenseFeedForward`.
+        num_experts, num_selected: N and k.
+        router_type: "topk" or "noisy_topk".
+
+    Shapes: `[B, T, d]`, `padding_mask` `[B, T]` bool or None -> `[B, T, d]` and the record
+    `{"routings": [Routing]}`.
+    """
+
+    def __init__(
+        self,
+        config,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        num_experts: int,
+        num_selected: int,
+        router_type: str,
+        is_gated: bool = False,
+        bias: bool = True,
+    ):
+        super().__init__()
+        self.router = ROUTERS[router_type](
+            hidden_size=hidden_size,
+            num_experts=num_experts,
+            num_selected=num_selected,
+            detach_normalizer=False,
+        )
+        self.experts = EXPERTS[is_gated, bias](
+            config,
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            activation=activation,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        routing = self.router(hidden_states, padding_mask)
+        output = self.experts(
+            hidden_states.flatten(0, -2),
+            routing.index.flatten(0, -2),
+            routing.weight.flatten(0, -2).to(hidden_states.dtype),
+        )
+        return output.view(hidden_states.shape), {"routings": [routing]}

@@ -1,0 +1,193 @@
+"""GPT-2's layers, gated: its parameter names, `Conv1D` projections and pre-LN layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.pytorch_utils import Conv1D
+
+from ..attention.functions import upcast_attention_forward
+from ..cache.naming import takes_cache_by_any_name
+from ..cct.gates import attention_dropouts
+from ..cct.sparse_attention import SparseAttention
+from ..core.activations import build_activation
+from ..core.linear_slices import linear_slice
+from ..feed_forward.layers import build_feed_forward, build_feed_forward_gate, gated_dense
+from ..mae.gate_phase import only_gates_learn_in_gate_phase
+from ..moa.projections import ExpertInput, ExpertOutput
+from .configuration import MoaGPT2Config
+
+
+class MoaGPT2Attention(SparseAttention):
+    """GPT-2's attention: `c_attn` makes queries, keys and values, `c_proj` the output.
+
+    In cross-attention, and for MoA, `c_attn` makes keys and values only and `q_attn` the queries.
+    Returns the update `[B, T, d]`, the attention probabilities (or None) and the layer's record.
+    """
+
+    output_projection = "c_proj"
+
+    def __init__(self, config: MoaGPT2Config, *, layer_idx: int, is_cross_attention: bool = False):
+        d, num_heads, head_dim = config.n_embd, config.n_head, config.attention_head_dim
+        scaling = head_dim**-0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            scaling /= layer_idx + 1
+        super().__init__(
+            config,
+            hidden_size=d,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            scaling=scaling,
+            attention_dropout=config.attn_pdrop,
+            output_dropout=config.resid_pdrop,
+            is_causal=not is_cross_attention,
+            is_cross_attention=is_cross_attention,
+            gates_are_causal=True,
+            layer_idx=layer_idx,
+            norm=partial(nn.LayerNorm, eps=config.layer_norm_epsilon),
+        )
+        self.is_fused = not (is_cross_attention or self.is_moa)
+        kv_size = self.num_kv_heads * head_dim
+        self.c_attn = Conv1D((3 if self.is_fused else 2) * kv_size, d)
+        if self.is_moa:
+            experts = {"num_experts": config.attention_experts}
+            self.q_attn = ExpertInput(in_features=d, out_features=head_dim, **experts)
+            self.c_proj = ExpertOutput(in_features=head_dim, out_features=d, **experts)
+        else:
+            if is_cross_attention:
+                self.q_attn = Conv1D(d, d)
+            self.c_proj = Conv1D(d, d)
+        self.resid_dropout = nn.Dropout(attention_dropouts(config, config.resid_pdrop)[1])
+
+    def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
+        if self.is_fused:
+            query = linear_slice(self.c_attn, hidden_states, 0, 1, of=3)
+            return torch.unflatten(query, -1, (-1, self.head_dim))
+        return self.mixture.query(self.q_attn, hidden_states, mix)
+
+    def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        if self.is_fused:
+            return linear_slice(self.c_attn, source, 1, 3, of=3).chunk(2, dim=-1)
+        return self.c_attn(source).chunk(2, dim=-1)
+
+    def project(
+        self, hidden_states: Tensor, source: Tensor | None, mix: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if not self.is_fused:
+            return super().project(hidden_states, source, mix)
+        query, key, value = self.c_attn(hidden_states).chunk(3, dim=-1)
+        return torch.unflatten(query, -1, (-1, self.head_dim)), key, value
+
+    def forward(
+        self, hidden_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+        result = super().forward(hidden_states, *args, **kwargs)
+        update = self.update(self.c_proj, result)
+        return self.resid_dropout(update), result.attentions, result.record
+
+    def attention_function(self) -> Callable:
+        if self.config._attn_implementation == "eager" and self.config.reorder_and_upcast_attn:
+            return upcast_attention_forward
+        return super().attention_function()
+
+
+class MoaGPT2MLP(GPT2MLP):
+    """GPT-2's feed-forward layer, its hidden activation gated by CCT."""
+
+    def __init__(self, config: MoaGPT2Config):
+        super().__init__(config.ffn_size, config)
+        self.act = build_activation(config.activation_function)
+        self.gate = build_feed_forward_gate(
+            config, hidden_size=config.n_embd, intermediate_size=config.ffn_size
+        )
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        update, record = gated_dense(
+            hidden_states,
+            padding_mask,
+            up=[self.c_fc],
+            activation=self.act,
+            down=self.c_proj,
+            gate=self.gate,
+        )
+        return self.dropout(update), record
+
+
+class MoaGPT2Block(GradientCheckpointingLayer):
+    """One layer: self-attention, cross-attention where the model has it, feed-forward.
+
+    Returns the hidden states `[B, T, d]` and the records of its sub-layers by name.
+    """
+
+    mae_phase = "mixture"
+
+    def __init__(self, config: MoaGPT2Config, layer_idx: int):
+        super().__init__()
+        norm = partial(nn.LayerNorm, eps=config.layer_norm_epsilon)
+        self.ln_1 = norm(config.n_embd)
+        self.attn = MoaGPT2Attention(config, layer_idx=layer_idx)
+        self.ln_2 = norm(config.n_embd)
+        if config.add_cross_attention:
+            self.crossattention = MoaGPT2Attention(config, layer_idx=layer_idx, is_cross_attention=True)
+            self.ln_cross_attn = norm(config.n_embd)
+        mlp = build_feed_forward(
+            config,
+            hidden_size=config.n_embd,
+            intermediate_size=config.ffn_size,
+            activation=config.activation_function,
+            norm=norm,
+        )
+        if mlp is None:
+            self.mlp, self.mlp_dropout = MoaGPT2MLP(config), nn.Identity()  # which has its own
+        else:
+            self.mlp, self.mlp_dropout = mlp, nn.Dropout(config.resid_pdrop)
+
+    @takes_cache_by_any_name
+    @only_gates_learn_in_gate_phase
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Any = None,
+        cache: Cache | None = None,
+        padding_mask: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, dict[str, Any]]]:
+        records = {}
+        update, _, records["self"] = self.attn(
+            self.ln_1(hidden_states),
+            attention_mask,
+            padding_mask=padding_mask,
+            cache=cache,
+            **kwargs,
+        )
+        hidden_states = hidden_states + update
+        if encoder_hidden_states is not None:
+            if not hasattr(self, "crossattention"):
+                raise ValueError(
+                    "encoder_hidden_states need cross-attention layers: set add_cross_attention=True "
+                    "in the config."
+                )
+            update, _, records["cross"] = self.crossattention(
+                self.ln_cross_attn(hidden_states),
+                encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+                padding_mask=padding_mask,
+                encoder_padding_mask=encoder_padding_mask,
+                cache=cache,
+                **kwargs,
+            )
+            hidden_states = hidden_states + update
+        update, records["ffn"] = self.mlp(self.ln_2(hidden_states), padding_mask)
+        return hidden_states + self.mlp_dropout(update), records

@@ -1,0 +1,492 @@
+"""Gated GPT-2: transformers' GPT-2 with mixtures of heads, expert feed-forward layers and CCT.
+
+With the default configuration it is GPT-2: same function, same state-dict keys. This file shows what
+is particular to GPT-2 as a model: embeddings in, masks, cache and heads. Its layers are in
+`layers.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from ..cache.naming import CACHE_NAME, cache_field, takes_cache_by_any_name
+from ..core.gated_model import GatedModel, padding_mask_of
+from ..core.generation import GatedGenerationMixin
+from ..core.outputs import (
+    MoaBaseModelOutput,
+    MoaCausalLMOutput,
+    MoaQuestionAnsweringOutput,
+    MoaSequenceClassifierOutputWithPast,
+    MoaTokenClassifierOutput,
+    collect_gating,
+    gating_fields,
+)
+from ..core.task_losses import next_token_labels, token_loss, token_share
+from ..mae.gate_phase import only_gates_learn_in_gate_phase
+from ..mae.mixture import refuse_packed_rows
+from .configuration import MoaGPT2Config
+from .layers import MoaGPT2Attention, MoaGPT2Block
+
+logger = logging.get_logger(__name__)
+
+
+class MoaGPT2PreTrainedModel(GatedModel, GPT2PreTrainedModel):
+    """Base class of the gated GPT-2 models: initialisation, loading and saving, the gates' switches."""
+
+    config_class = MoaGPT2Config
+    _no_split_modules = ("MoaGPT2Block",)
+    _supports_flex_attn = True
+    _can_record_outputs = {  # noqa: RUF012 - read by transformers as it stands
+        "hidden_states": MoaGPT2Block,
+        "attentions": OutputRecorder(MoaGPT2Attention, index=1, layer_name=".attn"),
+        "cross_attentions": OutputRecorder(MoaGPT2Attention, index=1, layer_name=".crossattention"),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, MoaGPT2Attention) and isinstance(module.c_proj, Conv1D):
+            init.normal_(module.c_proj.weight, std=self._attention_init_std()[1])
+
+    def _run_to_count(self, tokens: Tensor) -> None:
+        # without a mask, transformers looks for padding in the tokens, which have no numbers
+        self(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+
+    def _attention_init_std(self) -> tuple[float, float]:
+        std = self.config.initializer_range
+        # projections into the residual stream start smaller with depth, as GPT-2's do
+        return std, std / math.sqrt(2 * self.config.n_layer)
+
+    def _feed_forward_init_std(self) -> tuple[float, float]:
+        return self._attention_init_std()
+
+
+class MoaGPT2Model(MoaGPT2PreTrainedModel):
+    """The gated GPT-2 decoder.
+
+    Args:
+        config: a `MoaGPT2Config`.
+    """
+
+    def __init__(self, config: MoaGPT2Config):
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.cct = self._budget_control()
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList(MoaGPT2Block(config, layer_idx) for layer_idx in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.wte
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.wte = value
+
+    @takes_cache_by_any_name
+    @only_gates_learn_in_gate_phase
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        budget: float | Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MoaBaseModelOutput:
+        """transformers' GPT-2 arguments, and:
+
+        Args:
+            attention_mask: `[B, past + T]`, 1 for real tokens; gates leave the others out. A mask
+                `[B, 1, T, S]` rules attention only: gates then count every token, or those that
+                `padding_mask` names.
+            budget: CCT's compute budget, a number of `config.cct_budgets` or a tensor `[B]` of such.
+                Default: what `set_budget` chose (in training too); else drawn for each sequence in
+                training, and the largest in eval.
+            padding_mask: `[B, T]` bool, the real ones of these tokens. Default: what `attention_mask`
+                says.
+
+        Returns:
+            transformers' output with the fields of `hf_moa.modeling.outputs.GatingOutput`.
+
+        Raises:
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than
+                `n_positions`; a budget that the model does not know; a budget without CCT.
+        """
+        requested = self._requested_gating(kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+            input_ids = input_ids.view(-1, input_ids.shape[-1])
+            inputs_embeds = self.wte(input_ids)
+        length = inputs_embeds.shape[1]
+        cache = self._cache(cache, use_cache)
+        past = 0 if cache is None else cache.get_seq_length()
+        if position_ids is None:
+            position_ids = self._positions(length, past, inputs_embeds.device)
+        elif attention_mask is None and cache is None:
+            refuse_packed_rows(self.config, position_ids)
+        if padding_mask is None:
+            padding_mask = padding_mask_of(attention_mask, length, past)
+        budgets = self._resolve_budget(inputs_embeds, budget)
+        hidden_states = inputs_embeds + self.wpe(position_ids).to(inputs_embeds.device)
+        if token_type_ids is not None:
+            hidden_states = hidden_states + self.wte(token_type_ids.view(-1, length))
+        if budgets is not None:
+            hidden_states = hidden_states + budgets.embedding
+        hidden_states = self.drop(hidden_states)
+        causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache, position_ids)
+        encoder_padding_mask = None
+        if encoder_hidden_states is not None:
+            encoder_padding_mask = padding_mask_of(
+                encoder_attention_mask, encoder_hidden_states.shape[1]
+            )
+            encoder_attention_mask = create_bidirectional_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+            )
+        records = []
+        for block in self.h:
+            hidden_states, record = block(
+                hidden_states,
+                causal_mask,
+                encoder_hidden_states,  # positional, for reentrant gradient checkpointing
+                encoder_attention_mask=encoder_attention_mask,
+                **{CACHE_NAME: cache},  # as gradient checkpointing looks for it
+                padding_mask=padding_mask,
+                encoder_padding_mask=encoder_padding_mask,
+                position_ids=position_ids,
+                **kwargs,
+            )
+            records.append(record)
+        return MoaBaseModelOutput(
+            last_hidden_state=self.ln_f(hidden_states),
+            **{CACHE_NAME: cache if use_cache else None},
+            **collect_gating(
+                self.config, records, budget=budgets, control=self.cct, requested=requested
+            ),
+        )
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        if not use_cache:
+            return cache
+        cache = DynamicCache(config=self.config) if cache is None else cache
+        if self.config.add_cross_attention and not isinstance(cache, EncoderDecoderCache):
+            cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
+        return cache
+
+    def _positions(self, length: int, past: int | Tensor, device: torch.device) -> Tensor:
+        limit = self.config.n_positions
+        if isinstance(past, int) and past + length > limit:
+            raise ValueError(
+                f"The sequence must be at most n_positions={limit} tokens long (got {past + length}). "
+                f"Truncate it in the tokenizer: truncation=True, max_length={limit}."
+            )
+        return (torch.arange(length, device=device) + past).unsqueeze(0)
+
+
+class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
+    """Gated GPT-2 with a language modelling head, tied to the embeddings."""
+
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
+
+    def __init__(self, config: MoaGPT2Config):
+        super().__init__(config)
+        # `Trainer` counts a batch's labelled tokens by it.
+        self.loss_type = "ForCausalLM"
+        self.transformer = MoaGPT2Model(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    @takes_cache_by_any_name
+    @only_gates_learn_in_gate_phase
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        budget: float | Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> MoaCausalLMOutput:
+        """See `MoaGPT2Model.forward`, and:
+
+        Args:
+            labels: `[B, T]` int64, usually `input_ids`; the model shifts them. -100 is ignored.
+            logits_to_keep: compute the logits of this many last positions (0: all), or of the
+                positions in a 1-D tensor.
+            num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
+            kwargs: among others `shift_labels` `[B, T]`, labels that are shifted already, in the place
+                of what `labels` give (as `Trainer` hands them out where it splits sequences).
+        """
+        # no parameter of its own: `Trainer` takes every one with "label" in its name for required
+        shift_labels = kwargs.pop("shift_labels", None)
+        outputs = self.transformer(
+            input_ids,
+            cache=cache,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            use_cache=use_cache,
+            budget=budget,
+            return_dict=True,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss, share = None, 1.0
+        if labels is not None:
+            targets = next_token_labels(labels) if shift_labels is None else shift_labels
+            loss = token_loss(logits, targets, num_items_in_batch=num_items_in_batch)
+            share = token_share(targets, num_items_in_batch)
+        return MoaCausalLMOutput(
+            loss=self._with_aux_loss(loss, outputs, share),
+            logits=logits,
+            **cache_field(outputs),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+            **gating_fields(outputs),
+        )
+
+
+class MoaGPT2ForSequenceClassification(MoaGPT2PreTrainedModel):
+    """Gated GPT-2 with a classifier (or regressor) on the last token that is not padding."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over sequences
+
+    def __init__(self, config: MoaGPT2Config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.transformer = MoaGPT2Model(config)
+        self.score = nn.Linear(config.n_embd, config.num_labels, bias=False)
+        self.post_init()
+
+    @takes_cache_by_any_name
+    @only_gates_learn_in_gate_phase
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        budget: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> MoaSequenceClassifierOutputWithPast:
+        """See `MoaGPT2Model.forward`, and:
+
+        Args:
+            labels: `[B]` int64 classes, `[B]` floats for regression, or `[B, classes]` floats for
+                several labels at once (`config.problem_type`).
+
+        Raises:
+            ValueError: several sequences and no `config.pad_token_id` to find their last tokens by.
+        """
+        outputs = self.transformer(
+            input_ids,
+            cache=cache,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            budget=budget,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.score(outputs.last_hidden_state)
+        rows = torch.arange(logits.shape[0], device=logits.device)
+        logits = logits[rows, self._last_token(input_ids, logits.shape[0], logits.device)]
+        loss = None
+        if labels is not None:
+            loss = ForSequenceClassificationLoss(labels, logits, self.config)
+        return MoaSequenceClassifierOutputWithPast(
+            loss=self._with_aux_loss(loss, outputs),
+            logits=logits,
+            **cache_field(outputs),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **gating_fields(outputs),
+        )
+
+    def _last_token(
+        self, input_ids: Tensor | None, batch_size: int, device: torch.device
+    ) -> Tensor | int:
+        """Position of the last token of each sequence that is not padding, left or right."""
+        pad = self.config.pad_token_id
+        if pad is None:
+            if batch_size != 1:
+                raise ValueError(
+                    "config.pad_token_id must be set for a batch of several sequences, so that the "
+                    f"last token of each can be found (got None for {batch_size} sequences)."
+                )
+            return -1
+        if input_ids is None:
+            logger.warning_once(
+                f"{type(self).__name__} cannot tell padding in inputs_embeds: it classifies the last "
+                "position of every row."
+            )
+            return -1
+        positions = torch.arange(input_ids.shape[-1], device=device)
+        return (positions * (input_ids.to(device) != pad)).argmax(dim=-1)
+
+
+class MoaGPT2ForTokenClassification(MoaGPT2PreTrainedModel):
+    """Gated GPT-2 with a classifier on each token."""
+
+    def __init__(self, config: MoaGPT2Config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.transformer = MoaGPT2Model(config)
+        # GPT-2's configuration has no such field, but its classifier reads one where it is set.
+        dropout = getattr(config, "classifier_dropout", None)
+        if dropout is None:
+            dropout = getattr(config, "hidden_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.classifier = nn.Linear(config.n_embd, config.num_labels)
+        self.post_init()
+
+    @takes_cache_by_any_name
+    @only_gates_learn_in_gate_phase
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        budget: float | Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> MoaTokenClassifierOutput:
+        """See `MoaGPT2Model.forward`, and:
+
+        Args:
+            labels: `[B, T]` int64 classes; -100 is ignored.
+            num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
+        """
+        outputs = self.transformer(
+            input_ids,
+            cache=cache,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            budget=budget,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = token_loss(logits, labels, num_items_in_batch=num_items_in_batch)
+        return MoaTokenClassifierOutput(
+            loss=self._with_aux_loss(loss, outputs, token_share(labels, num_items_in_batch)),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **gating_fields(outputs),
+        )
+
+
+class MoaGPT2ForQuestionAnswering(MoaGPT2PreTrainedModel):
+    """Gated GPT-2 with a span classifier: start and end of the answer."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over sequences
+
+    def __init__(self, config: MoaGPT2Config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.transformer = MoaGPT2Model(config)
+        self.qa_outputs = nn.Linear(config.n_embd, 2)
+        self.post_init()
+
+    @only_gates_learn_in_gate_phase
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        budget: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> MoaQuestionAnsweringOutput:
+        """See `MoaGPT2Model.forward`, and:
+
+        Args:
+            start_positions, end_positions: `[B]` int64, the answer's first and last token; positions
+                outside the sequence are ignored.
+        """
+        outputs = self.transformer(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            budget=budget,
+            return_dict=True,
+            **kwargs,
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        start_logits, end_logits = start_logits.contiguous(), end_logits.contiguous()
+        loss = ForQuestionAnsweringLoss(start_logits, end_logits, start_positions, end_positions)
+        return MoaQuestionAnsweringOutput(
+            loss=self._with_aux_loss(loss, outputs),
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **gating_fields(outputs),
+        )

@@ -1,0 +1,200 @@
+"""Projections of each token's k of N experts that compute no other, as operators of PyTorch.
+
+`fast_products_cpu.py` computes them on a CPU, `fast_products_gpu.py` on a GPU. To `torch.compile` they
+are opaque: it takes them into its graph whole. They have one derivative.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..core.precision import without_autocast
+from .fast_products_cpu import CPU_OPERATORS
+
+
+def expert_input(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`y_{t,s} = W_e x_t + b_e` with `e = index[t, s]`.
+
+    Args:
+        x: `[n, in]`, n at least 1.
+        index: `[n, k]` int64.
+        weight: `[N, out, in]`, in the dtype of `x`, as `bias`.
+        bias: `[N, out]` or None.
+
+    Returns:
+        `[n, k, out]`.
+    """
+    order, ends = operators().expert_groups(index, len(weight))
+    return operators().expert_input(x, order, ends, weight, bias)
+
+
+def expert_output(x: Tensor, index: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """`y_t = sum_s scale_{t,s} W_e^T x_{t,s}` with `e = index[t, s]`.
+
+    Args:
+        x: `[n, k, in]`, n at least 1.
+        index: `[n, k]` int64.
+        scale: `[n, k]`, in the dtype of `x`.
+        weight: `[N, in, out]`, in the dtype of `x`.
+
+    Returns:
+        `[n, out]`.
+    """
+    order, ends = operators().expert_groups(index, len(weight))
+    return operators().expert_output(x, order, ends, scale, weight)
+
+
+def operators() -> Any:
+    """PyTorch's names for the operators below."""
+    return getattr(torch.ops, _LIBRARY)
+
+
+def _compute(name: str, x: Tensor, *args: Any) -> Any:
+    # an operator's code runs with autocast on, and what it computes in was decided before
+    with without_autocast(x.device.type):
+        return _computed_by(x)[name](x, *args)
+
+
+def _computed_by(x: Tensor) -> dict[str, Callable[..., Any]]:
+    if x.device.type == "cpu":
+        return CPU_OPERATORS
+    from .fast_products_gpu import OPERATORS
+
+    return OPERATORS
+
+
+# those of both devices have the same
+_SCHEMAS = {
+    name: torch.library.infer_schema(function, mutates_args=())
+    for name, function in CPU_OPERATORS.items()
+}
+
+
+def _library_name(schemas: dict[str, str]) -> str:
+    """A name of these schemas alone: a checkpoint may carry an older version of this code."""
+    return f"hf_moa_{zlib.crc32(repr(schemas).encode()):08x}"
+
+
+_LIBRARY = _library_name(_SCHEMAS)
+
+
+def _register() -> None:
+    """Make the operators known to PyTorch; a second copy of this code leaves the first in place."""
+    if hasattr(operators(), "expert_groups"):
+        return
+    defined = {
+        name: torch.library.custom_op(
+            f"{_LIBRARY}::{name}",
+            partial(_compute, name),
+            mutates_args=(),
+            schema=schema,
+            device_types=("cpu", "cuda"),
+        )
+        for name, schema in _SCHEMAS.items()
+    }
+    _register_shapes(defined)
+    _register_gradients(defined)
+    _register_flops()
+
+
+def _register_shapes(defined: dict[str, Any]) -> None:
+    @defined["expert_groups"].register_fake
+    def _(index, num_experts):
+        return index.new_empty(index.numel()), index.new_empty(num_experts)
+
+    # `len` would make numbers of sizes that a compiled graph leaves open
+
+    @defined["expert_input"].register_fake
+    def _(x, order, ends, weight, bias):
+        return x.new_empty(x.shape[0], order.shape[0] // x.shape[0], weight.shape[1])
+
+    @defined["expert_input_backward"].register_fake
+    def _(grad, x, order, ends, weight, needs_x, needs_weight, needs_bias):
+        return (
+            x.new_empty(x.shape if needs_x else 0),
+            weight.new_empty(weight.shape if needs_weight else 0),
+            weight.new_empty(weight.shape[:2] if needs_bias else 0),
+        )
+
+    @defined["expert_output"].register_fake
+    def _(x, order, ends, scale, weight):
+        return x.new_empty(x.shape[0], weight.shape[2])
+
+    @defined["expert_output_backward"].register_fake
+    def _(grad, x, order, ends, scale, weight, needs_x_or_scale, needs_weight):
+        return (
+            x.new_empty(x.shape if needs_x_or_scale else 0),
+            scale.new_empty(scale.shape if needs_x_or_scale else 0),
+            weight.new_empty(weight.shape if needs_weight else 0),
+        )
+
+
+def _register_gradients(defined: dict[str, Any]) -> None:
+    def save_input(ctx, inputs, output):
+        x, order, ends, weight, _ = inputs
+        ctx.save_for_backward(x, order, ends, weight)
+
+    def input_backward(ctx, grad):
+        needs_x, _, _, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_x, grad_weight, grad_bias = operators().expert_input_backward(
+            grad, *ctx.saved_tensors, needs_x, needs_weight, needs_bias
+        )
+        return (
+            grad_x if needs_x else None,
+            None,
+            None,
+            grad_weight if needs_weight else None,
+            grad_bias if needs_bias else None,
+        )
+
+    def save_output(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    def output_backward(ctx, grad):
+        needs_x, _, _, needs_scale, needs_weight = ctx.needs_input_grad
+        grad_x, grad_scale, grad_weight = operators().expert_output_backward(
+            grad, *ctx.saved_tensors, needs_x or needs_scale, needs_weight
+        )
+        return (
+            grad_x if needs_x else None,
+            None,
+            None,
+            grad_scale if needs_scale else None,
+            grad_weight if needs_weight else None,
+        )
+
+    defined["expert_input"].register_autograd(input_backward, setup_context=save_input)
+    defined["expert_output"].register_autograd(output_backward, setup_context=save_output)
+
+
+def _register_flops() -> None:
+    """Tell `torch.utils.flop_counter` what the operators multiply."""
+
+    def product(order: torch.Size, weight: torch.Size) -> int:
+        return 2 * order.numel() * weight[1] * weight[2]
+
+    @register_flop_formula(operators().expert_input)
+    def _(x, order, ends, weight, bias, **kwargs) -> int:
+        return product(order, weight)
+
+    @register_flop_formula(operators().expert_input_backward)
+    def _(grad, x, order, ends, weight, needs_x, needs_weight, needs_bias, **kwargs) -> int:
+        return (needs_x + needs_weight) * product(order, weight)
+
+    @register_flop_formula(operators().expert_output)
+    def _(x, order, ends, scale, weight, **kwargs) -> int:
+        return product(order, weight)
+
+    @register_flop_formula(operators().expert_output_backward)
+    def _(grad, x, order, ends, scale, weight, needs_x_or_scale, needs_weight, **kwargs) -> int:
+        return (needs_x_or_scale + needs_weight) * product(order, weight)
+
+
+_register()

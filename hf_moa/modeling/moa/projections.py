@@ -1,0 +1,165 @@
+"""Linear maps that differ from expert to expert, applied to the k experts of each token.
+
+Two maps, because attention stands between them: into the heads (`ExpertInput`) and out of them
+(`ExpertOutput`). Each has three forms of the same function, and takes the one that is fastest:
+
+- dense: all N experts in one matrix product, of which the chosen are kept. Fastest where N is not much
+  larger than k, and the only one in exported graphs.
+- by expert (`fast_products.py`): no other expert is computed. On a CPU or a GPU, for many tokens.
+- by slot: a vector product for each of a single token's experts. On a CPU, to decode.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+from transformers.utils.import_utils import is_torchdynamo_exporting
+
+from ..core.precision import compute_dtype
+from ..core.tracing import is_traced, is_transformed
+from .fast_products import expert_input, expert_output
+
+
+@torch.compiler.assume_constant_result
+def kernels_run_on(device: torch.device) -> bool:
+    from .fast_products_gpu import runs_on
+
+    return runs_on(device)
+
+
+@torch.compiler.assume_constant_result
+def multiplies_on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Of a GPU; float32 where the user allows to round it to TF32."""
+    return dtype.itemsize == 2 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
+    """Whether computing expert by expert is faster than computing all.
+
+    Dense products cost N a token. By expert they cost k, times a factor for moving the rows, and a
+    fixed price, in multiplications; both were measured, on CPUs and on an H100. On a CPU the price is
+    that of an expert; half precision multiplies so fast that moving is most of the cost. So it is on the
+    tensor cores of a GPU, where the price is the start of the kernels.
+
+    Args:
+        index: `[B, T, k]`, chosen experts.
+        weight: `[N, a, b]`.
+    """
+    if _is_drawn_as_graph() or is_transformed():
+        return False
+    num_experts, a, b = weight.shape
+    dtype = compute_dtype(weight)
+    if weight.device.type == "cpu":
+        factor, price = (4.0, 5_000_000) if dtype.itemsize == 2 else (1.4, 1_300_000)
+        price *= num_experts
+    elif weight.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16, torch.float32):
+        is_fast = multiplies_on_tensor_cores(dtype)
+        factor, price = (5.0, 20_000_000_000) if is_fast else (2.0, 5_000_000_000)
+    else:
+        return False
+    num_tokens, num_selected = index.shape[0] * index.shape[1], index.shape[2]
+    # false where a compiled graph does not know how many tokens there are
+    is_faster = guard_or_false(num_tokens * (num_experts - factor * num_selected) * a * b > price)
+    return is_faster and (weight.device.type == "cpu" or kernels_run_on(weight.device))
+
+
+def computes_by_slot(index: Tensor, weight: Tensor) -> bool:
+    """Whether to take the k products of a single token one by one; see `computes_by_expert`."""
+    if weight.device.type != "cpu" or torch.is_grad_enabled() or is_traced(index):
+        return False
+    if index.shape[0] * index.shape[1] != 1 or is_transformed():
+        return False
+    return len(weight) >= 3 * index.shape[2]
+
+
+def _is_drawn_as_graph() -> bool:
+    """Whether the graph has to hold common operators alone, as in ONNX."""
+    return is_torchdynamo_exporting() or torch.jit.is_tracing()
+
+
+class ExpertInput(nn.Module):
+    """`y_{t,s} = W_e x_t + b_e` for each chosen expert `e = index[t, s]`.
+
+    Parameters: `weight` `[N, out, in]`, `bias` `[N, out]`.
+    Shapes: `x` `[B, T, in]`, `index` `[B, T, k]` -> `[B, T, k, out]`.
+    """
+
+    def __init__(self, *, num_experts: int, in_features: int, out_features: int, bias: bool = True):
+        super().__init__()
+        self.num_experts = num_experts
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(num_experts, out_features)) if bias else None
+        nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        if computes_by_expert(index, self.weight):
+            dtype = compute_dtype(self.weight)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            y = expert_input(x.flatten(0, 1).to(dtype), index.flatten(0, 1), self.weight.to(dtype), bias)
+            return torch.unflatten(y, 0, index.shape[:2])
+        if computes_by_slot(index, self.weight):
+            chosen = index.flatten().tolist()
+            biases = [None if self.bias is None else self.bias[e] for e in chosen]
+            y = [
+                nn.functional.linear(x, self.weight[e], bias)
+                for e, bias in zip(chosen, biases, strict=True)
+            ]
+            return torch.stack(y, dim=-2)
+        return self._dense(x, index)
+
+    def _dense(self, x: Tensor, index: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.flatten()
+        # shape: (B, T, in) -> (B, T, N * out) -> (B, T, N, out)
+        every = nn.functional.linear(x, self.weight.flatten(0, 1), bias)
+        every = torch.unflatten(every, -1, (self.num_experts, self.out_features))
+        chosen = index.unsqueeze(-1).expand(*index.shape, self.out_features)
+        return every.gather(-2, chosen)
+
+
+class ExpertOutput(nn.Module):
+    """`y_t = sum_s weight_{t,s} W_e^T x_{t,s} + b` with `e = index[t, s]`; one bias on the sum.
+
+    Parameters: `weight` `[N, in, out]`, `bias` `[out]`.
+    Shapes: `x` `[B, T, k, in]`, `index` and `weight` `[B, T, k]` -> `[B, T, out]`.
+    """
+
+    def __init__(self, *, num_experts: int, in_features: int, out_features: int, bias: bool = True):
+        super().__init__()
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.weight = nn.Parameter(torch.empty(num_experts, in_features, out_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        if computes_by_expert(index, self.weight):
+            dtype = compute_dtype(self.weight)
+            y = expert_output(
+                x.flatten(0, 1).to(dtype),
+                index.flatten(0, 1),
+                weight.flatten(0, 1).to(dtype),
+                self.weight.to(dtype),
+            )
+            y = torch.unflatten(y, 0, index.shape[:2])
+        elif computes_by_slot(index, self.weight):
+            weighted = x * weight.unsqueeze(-1).to(x.dtype)
+            y = sum(
+                weighted[:, :, slot] @ self.weight[expert]
+                for slot, expert in enumerate(index.flatten().tolist())
+            )
+        else:
+            y = self._dense(x, index, weight)
+        return y if self.bias is None else y + self.bias
+
+    def _dense(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        weighted = x * weight.unsqueeze(-1).to(x.dtype)
+        chosen = index.unsqueeze(-1).expand_as(weighted)
+        # shape: (B, T, k, in) -> (B, T, N, in), zero where an expert was not chosen
+        spread = weighted.new_zeros(*x.shape[:-2], self.num_experts, self.in_features)
+        # in place, which spares a copy, unless a transform adds a dimension to the experts alone
+        scatter = spread.scatter if is_transformed() else spread.scatter_
+        spread = scatter(-2, chosen, weighted)
+        # shape: (B, T, N * in) @ (N * in, out) -> (B, T, out)
+        return spread.flatten(-2) @ self.weight.flatten(0, 1)

@@ -1,0 +1,185 @@
+"""Routers: which k of N experts a token uses, and with what weight.
+
+`TopKRouter` is the router of MoA (Zhang et al. 2022); `NoisyTopKRouter` adds the trainable
+noise of Shazeer et al. 2017 (eq. 3-5). Both serve attention experts and feed-forward experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..core.precision import at_least_float32
+from ..core.process_sum import sum_over_processes
+from ..core.tracing import is_traced, is_transformed
+from .losses import (
+    expert_counts,
+    expert_load,
+    importance_loss,
+    load_balance_loss,
+    load_loss,
+    smooth_load,
+    z_loss,
+)
+
+_MOST_TO_SORT = 128
+
+
+class Noise(NamedTuple):
+    """The logits without their noise, and its standard deviation: `[B, T, N]` each."""
+
+    clean: Tensor
+    scale: Tensor
+
+
+class Routing(NamedTuple):
+    """What a router decided for every token; or several of the same sizes, stacked in front.
+
+    Attributes:
+        index: `[B, T, k]` int64, the chosen experts, best first.
+        weight: `[B, T, k]`, their weights, which sum to 1 over k.
+        logits: `[B, T, N]`, the logits that were ranked (with noise where it was drawn).
+        mask: `[B, T]` bool, real tokens; None for all.
+        noise: of a noisy router; None of another.
+        balances_globally: the load is that of all processes' tokens.
+    """
+
+    index: Tensor
+    weight: Tensor
+    logits: Tensor
+    mask: Tensor | None
+    noise: Noise | None
+    balances_globally: bool
+
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """Scalar auxiliary terms, not yet multiplied by their coefficients; padding excluded."""
+        return self.measure()[0]
+
+    @property
+    def load(self) -> Tensor:
+        """`[N]`, share of the assignments that each expert got, padding excluded."""
+        return self.measure()[1]
+
+    def counts(self) -> Tensor:
+        """`[N]`, the assignments that each expert got from this process, padding excluded."""
+        dtype = torch.promote_types(self.logits.dtype, torch.float32)
+        return expert_counts(self.index, num_experts=self.logits.shape[-1], mask=self.mask, dtype=dtype)
+
+    def measure(self, counts: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
+        """`losses` and `load`.
+
+        Args:
+            counts: `[N]`, the assignments that each expert got, of all processes where the load is;
+                None counts them.
+        """
+        # FSDP casts what a layer returns to the precision that it computes in
+        logits, weight = at_least_float32(self.logits), at_least_float32(self.weight)
+        if counts is None:
+            counts = sum_over_processes(self.counts()) if self.balances_globally else self.counts()
+        load = expert_load(counts)
+        num_experts = logits.shape[-1]
+        probabilities = logits.softmax(dim=-1)  # again: to hold those of all layers takes memory
+        losses = {
+            "router_balance_loss": load_balance_loss(probabilities, load, mask=self.mask),
+            "router_z_loss": z_loss(logits, mask=self.mask),
+            "router_importance_loss": importance_loss(
+                weight, self.index, num_experts=num_experts, mask=self.mask
+            ),
+        }
+        if self.noise is not None:
+            clean, scale = map(at_least_float32, self.noise)
+            smooth = smooth_load(clean, logits, scale, num_selected=self.index.shape[-1])
+            losses["router_load_loss"] = load_loss(smooth, mask=self.mask)
+        return losses, load
+
+
+class TopKRouter(nn.Module):
+    """Rank N experts for each token and keep the best k.
+
+    With `p = softmax(x Wg)` and G the top k of p, the weight of expert i in G is
+    `p_i / sum_{j in G} p_j` (Zhang et al. 2022).
+
+    Args:
+        hidden_size: d.
+        num_experts: N.
+        num_selected: k, at most N.
+        detach_normalizer: keep the gradient of the weights' normaliser out, as MoA does. `False`
+            is a softmax over the kept logits (Shazeer et al. 2017, eq. 3).
+
+    Attributes:
+        balances_globally: in training, the balance loss takes the load over all processes.
+
+    Shapes: `hidden_states` `[B, T, d]`, `padding_mask` `[B, T]` bool or None -> `Routing`.
+    """
+
+    gate_kind = "router"
+
+    def __init__(
+        self, *, hidden_size: int, num_experts: int, num_selected: int, detach_normalizer: bool
+    ):
+        super().__init__()
+        self.num_experts = num_experts
+        self.num_selected = num_selected
+        self.detach_normalizer = detach_normalizer
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False)
+        self.balances_globally = False
+
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Routing:
+        logits = at_least_float32(self.gate(hidden_states))
+        return self.select(logits, padding_mask)
+
+    def select(self, logits: Tensor, padding_mask: Tensor | None, noise: Noise | None = None) -> Routing:
+        """Keep the k best of `logits` `[B, T, N]`."""
+        probabilities = logits.softmax(dim=-1)
+        index = largest(probabilities, self.num_selected)
+        top = probabilities.gather(-1, index)
+        normalizer = top.sum(dim=-1, keepdim=True)
+        return Routing(
+            index=index,
+            weight=top / (normalizer.detach() if self.detach_normalizer else normalizer),
+            logits=logits,
+            mask=padding_mask,
+            noise=noise,
+            balances_globally=self.balances_globally and self.training,
+        )
+
+
+def largest(values: Tensor, k: int) -> Tensor:
+    """Where the k largest of `values` `[..., N]` are, the largest first: `[..., k]` int64."""
+    few = values.shape[-1] <= _MOST_TO_SORT
+    if values.device.type != "cpu" or not few or is_traced(values) or is_transformed():
+        return values.topk(k, dim=-1).indices
+    # on a CPU, to sort all of them takes a third of `topk`'s time
+    order = np.argsort(-values.detach().numpy(), axis=-1)
+    return torch.from_numpy(np.ascontiguousarray(order[..., :k]))
+
+
+class NoisyTopKRouter(TopKRouter):
+    """`TopKRouter` on noisy logits (Shazeer et al. 2017, eq. 4).
+
+    `H(x) = x Wg + N(0, 1) * softplus(x Wnoise)` in training; in eval the noise is left out.
+    """
+
+    def __init__(
+        self, *, hidden_size: int, num_experts: int, num_selected: int, detach_normalizer: bool
+    ):
+        super().__init__(
+            hidden_size=hidden_size,
+            num_experts=num_experts,
+            num_selected=num_selected,
+            detach_normalizer=detach_normalizer,
+        )
+        self.noise = nn.Linear(hidden_size, num_experts, bias=False)
+
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Routing:
+        clean = at_least_float32(self.gate(hidden_states))
+        scale = nn.functional.softplus(at_least_float32(self.noise(hidden_states)))
+        noisy = clean + torch.randn_like(clean) * scale if self.training else clean
+        return self.select(noisy, padding_mask, Noise(clean, scale))
+
+
+ROUTERS = {"topk": TopKRouter, "noisy_topk": NoisyTopKRouter}

@@ -1,0 +1,298 @@
+"""T5's layers, gated: its parameter names, RMS norms without bias, and relative position bias."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.t5.modeling_t5 import (
+    T5Attention,
+    T5DenseActDense,
+    T5DenseGatedActDense,
+    T5LayerNorm,
+)
+
+from ..cache.naming import takes_cache_by_any_name
+from ..cct.gates import attention_dropouts
+from ..cct.sparse_attention import SparseAttention
+from ..core.activations import build_activation
+from ..core.precision import in_dtype_of
+from ..feed_forward.layers import build_feed_forward, build_feed_forward_gate, gated_dense
+from ..mae.gate_phase import only_gates_learn_in_gate_phase
+from ..moa.projections import ExpertInput, ExpertOutput
+from .configuration import MoaT5Config
+
+
+class MoaT5Attention(SparseAttention):
+    """T5's attention: `q`, `k`, `v` and `o`, without biases and without scaling.
+
+    The first layer of a stack owns the relative position bias, one per head (per expert for MoA),
+    and hands it to the layers after it.
+    """
+
+    output_projection = "o"
+
+    def __init__(
+        self,
+        config: MoaT5Config,
+        *,
+        layer_idx: int,
+        is_cross_attention: bool = False,
+        has_relative_attention_bias: bool = False,
+    ):
+        d, num_heads, head_dim = config.d_model, config.num_heads, config.d_kv
+        super().__init__(
+            config,
+            hidden_size=d,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            scaling=1.0,
+            attention_dropout=config.dropout_rate,
+            output_dropout=config.dropout_rate,
+            is_causal=config.is_decoder and not is_cross_attention,
+            is_cross_attention=is_cross_attention,
+            gates_are_causal=config.is_decoder,
+            layer_idx=layer_idx,
+            norm=partial(nn.RMSNorm, eps=config.layer_norm_epsilon),
+        )
+        if self.is_moa:
+            experts = {"num_experts": config.attention_experts, "bias": False}
+            self.q = ExpertInput(in_features=d, out_features=head_dim, **experts)
+            self.o = ExpertOutput(in_features=head_dim, out_features=d, **experts)
+        else:
+            self.q = nn.Linear(d, num_heads * head_dim, bias=False)
+            self.o = nn.Linear(num_heads * head_dim, d, bias=False)
+        self.k = nn.Linear(d, self.num_kv_heads * head_dim, bias=False)
+        self.v = nn.Linear(d, self.num_kv_heads * head_dim, bias=False)
+        self.has_relative_attention_bias = has_relative_attention_bias
+        if has_relative_attention_bias:
+            num_biases = config.attention_experts if self.is_moa else num_heads
+            self.relative_attention_bias = nn.Embedding(
+                config.relative_attention_num_buckets, num_biases
+            )
+
+    def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
+        return self.mixture.query(self.q, hidden_states, mix)
+
+    def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        return self.k(source), self.v(source)
+
+    @takes_cache_by_any_name
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args,
+        position_bias: Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None, dict[str, Any], Tensor | None]:
+        """The update `[B, T, d]`, the attention probabilities (or None), the layer's record, and the
+        position bias `[1, heads or N, T, S]` (None in cross-attention)."""
+        if position_bias is None and self.has_relative_attention_bias:
+            position_bias = self._position_bias(hidden_states, cache)
+        result = super().forward(
+            hidden_states,
+            *args,
+            position_bias=position_bias,
+            cache=cache,
+            **kwargs,
+        )
+        update = self.update(self.o, result)
+        return update, result.attentions, result.record, position_bias
+
+    def _position_bias(self, hidden_states: Tensor, cache: Cache | None) -> Tensor:
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        device, length = hidden_states.device, hidden_states.shape[1]
+        past, total = 0, length
+        if cache is not None:
+            past = cache.get_seq_length(self.layer_idx)
+            total, _ = cache.get_mask_sizes(length, self.layer_idx)
+        query = torch.arange(length, device=device)[:, None] + past
+        key = torch.arange(total, device=device)[None, :]
+        bucket = T5Attention._relative_position_bucket(
+            key - query,
+            bidirectional=not self.config.is_decoder,
+            num_buckets=self.config.relative_attention_num_buckets,
+            max_distance=self.config.relative_attention_max_distance,
+        )
+        # shape: (T, S, heads) -> (1, heads, T, S)
+        return self.relative_attention_bias(bucket).permute(2, 0, 1).unsqueeze(0)
+
+
+class MoaT5LayerSelfAttention(nn.Module):
+    """Norm, self-attention, dropout, residual."""
+
+    def __init__(self, config: MoaT5Config, *, layer_idx: int, has_relative_attention_bias: bool):
+        super().__init__()
+        self.SelfAttention = MoaT5Attention(
+            config, layer_idx=layer_idx, has_relative_attention_bias=has_relative_attention_bias
+        )
+        self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(attention_dropouts(config, config.dropout_rate)[1])
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, dict[str, Any], Any]:
+        update, _, record, position_bias = self.SelfAttention(
+            self.layer_norm(hidden_states), *args, **kwargs
+        )
+        return _representable(hidden_states + self.dropout(update)), record, position_bias
+
+
+class MoaT5LayerCrossAttention(nn.Module):
+    """Norm, cross-attention, dropout, residual."""
+
+    def __init__(self, config: MoaT5Config, *, layer_idx: int):
+        super().__init__()
+        self.EncDecAttention = MoaT5Attention(config, layer_idx=layer_idx, is_cross_attention=True)
+        self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(attention_dropouts(config, config.dropout_rate)[1])
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, dict[str, Any]]:
+        update, _, record, _ = self.EncDecAttention(self.layer_norm(hidden_states), *args, **kwargs)
+        return _representable(hidden_states + self.dropout(update)), record
+
+
+class _GatedDense:
+    """A dense layer of T5, its hidden activation gated by CCT."""
+
+    def __init__(self, config: MoaT5Config):
+        super().__init__(config)
+        self.act = build_activation(config.dense_act_fn)
+        self.gate = build_feed_forward_gate(
+            config,
+            hidden_size=config.d_model,
+            intermediate_size=config.d_ff,
+            is_gated=config.is_gated_act,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        return gated_dense(
+            hidden_states,
+            padding_mask,
+            up=self._up(),
+            activation=self._activation,
+            down=self.wo,
+            gate=self.gate,
+        )
+
+    def _activation(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        activation = self.act(x) if factor is None else self.act(x) * factor
+        return in_dtype_of(self.wo, self.dropout(activation))
+
+
+class MoaT5DenseActDense(_GatedDense, T5DenseActDense):
+    """`wo act(wi x)`."""
+
+    def _up(self) -> list[nn.Module]:
+        return [self.wi]
+
+
+class MoaT5DenseGatedActDense(_GatedDense, T5DenseGatedActDense):
+    """`wo (act(wi_0 x) * wi_1 x)`."""
+
+    def _up(self) -> list[nn.Module]:
+        return [self.wi_0, self.wi_1]
+
+
+class MoaT5LayerFF(nn.Module):
+    """Norm, feed-forward layer, dropout, residual."""
+
+    def __init__(self, config: MoaT5Config):
+        super().__init__()
+        layer = build_feed_forward(
+            config,
+            hidden_size=config.d_model,
+            intermediate_size=config.d_ff,
+            activation=config.dense_act_fn,
+            norm=partial(nn.RMSNorm, eps=config.layer_norm_epsilon),
+            is_gated=config.is_gated_act,
+            bias=False,
+            dropout=config.dropout_rate,
+        )
+        if layer is None:
+            dense = MoaT5DenseGatedActDense if config.is_gated_act else MoaT5DenseActDense
+            layer = dense(config)
+        self.DenseReluDense = layer
+        self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        update, record = self.DenseReluDense(self.layer_norm(hidden_states), padding_mask)
+        return _representable(hidden_states + self.dropout(update)), record
+
+
+class MoaT5Block(GradientCheckpointingLayer):
+    """One layer: self-attention, in the decoder cross-attention, feed-forward.
+
+    Returns the hidden states `[B, T, d]`, the records of its sub-layers by name, and the position
+    bias for the next layer.
+    """
+
+    mae_phase = "mixture"
+
+    def __init__(self, config: MoaT5Config, *, layer_idx: int):
+        super().__init__()
+        self.is_decoder = config.is_decoder
+        self.layer = nn.ModuleList(
+            [
+                MoaT5LayerSelfAttention(
+                    config, layer_idx=layer_idx, has_relative_attention_bias=layer_idx == 0
+                )
+            ]
+        )
+        if config.is_decoder:
+            self.layer.append(MoaT5LayerCrossAttention(config, layer_idx=layer_idx))
+        self.layer.append(MoaT5LayerFF(config))
+
+    @takes_cache_by_any_name
+    @only_gates_learn_in_gate_phase
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_bias: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Any = None,
+        cache: Cache | None = None,
+        padding_mask: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, dict[str, Any]], Tensor]:
+        records = {}
+        hidden_states, records["self"], position_bias = self.layer[0](
+            hidden_states,
+            attention_mask,
+            position_bias=position_bias,
+            padding_mask=padding_mask,
+            cache=cache,
+            **kwargs,
+        )
+        if self.is_decoder and encoder_hidden_states is not None:
+            hidden_states, records["cross"] = self.layer[1](
+                hidden_states,
+                encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+                padding_mask=padding_mask,
+                encoder_padding_mask=encoder_padding_mask,
+                cache=cache,
+                **kwargs,
+            )
+        hidden_states, records["ffn"] = self.layer[-1](hidden_states, padding_mask)
+        return hidden_states, records, position_bias
+
+
+def _representable(hidden_states: Tensor) -> Tensor:
+    """Clamp what float16 cannot hold, as T5 does to train in it."""
+    if hidden_states.dtype != torch.float16:
+        return hidden_states
+    limit = torch.finfo(torch.float16).max
+    limit = torch.where(torch.isinf(hidden_states).any(), limit - 1000, limit)
+    return torch.clamp(hidden_states, min=-limit, max=limit)

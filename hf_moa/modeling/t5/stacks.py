@@ -1,0 +1,358 @@
+"""T5's encoder and decoder, gated, and how they run together.
+
+`MoaT5Stack` is one half; `MoaT5EncoderDecoder` is what every model with both halves shares.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.t5.modeling_t5 import T5LayerNorm, T5PreTrainedModel
+from transformers.utils import ModelOutput
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from ..cache.naming import CACHE_NAME, cache_field, takes_cache_by_any_name
+from ..cct.budgets import BudgetIndex, BudgetList, made_on
+from ..cct.gates import ControlNetwork
+from ..core.gated_model import GatedModel, padding_mask_of
+from ..core.outputs import MoaBaseModelOutput, collect_gating, merge_gating
+from ..mae.gate_phase import only_gates_learn_in_gate_phase
+from ..mae.mixture import MaeGate
+from ..routing.routers import TopKRouter
+from .configuration import MoaT5Config
+from .layers import MoaT5Attention, MoaT5Block
+
+
+class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
+    """Base class of the gated T5 models: initialisation, loading and saving, the gates' switches."""
+
+    config_class = MoaT5Config
+    _no_split_modules = ("MoaT5Block",)
+    # The last projection of a feed-forward layer overflows float16; `down` is that of CCT's parts.
+    # (In full: transformers looks for these anywhere in a name, and experts have a `down_proj`.)
+    _keep_in_fp32_modules = ("wo", "down.weight")
+    _can_record_outputs = {  # noqa: RUF012 - read by transformers as it stands
+        "hidden_states": OutputRecorder(MoaT5Block, index=0),
+        "attentions": OutputRecorder(MoaT5Attention, index=1, layer_name="SelfAttention"),
+        "cross_attentions": OutputRecorder(MoaT5Attention, index=1, layer_name="EncDecAttention"),
+    }
+
+    def set_budget(self, budget: Any) -> None:
+        """Use this compute budget wherever a call names none; None goes back to the default.
+
+        Args:
+            budget: a number for both halves, or a pair `(encoder, decoder)`.
+
+        Raises:
+            ValueError: a budget is given, and the model has no CCT, or not this one in its list.
+        """
+        for module in self.modules():
+            if isinstance(module, MoaT5EncoderDecoder) and module.budgets is not None:
+                module.budgets.choose(budget)
+        super().set_budget(budget)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        factor, d = self.config.initializer_factor, self.config.d_model
+        if isinstance(module, (MaeGate, TopKRouter, ControlNetwork)):
+            # transformers' default for T5 is a standard deviation of 1, which saturates a gate
+            for name, linear in module.named_children():
+                neutral = name == "out" and (isinstance(module, MaeGate) or module.starts_open)
+                if isinstance(linear, nn.Linear) and not neutral:
+                    init.normal_(linear.weight, std=0.02 * factor)
+        if isinstance(module, MoaT5Attention):
+            query_std, output_std = self._attention_init_std()
+            stds = {"q": query_std, "k": factor * d**-0.5, "v": factor * d**-0.5, "o": output_std}
+            for name, std in stds.items():  # in T5's order, for equal numbers under one seed
+                if isinstance(getattr(module, name), nn.Linear):  # experts initialise themselves
+                    init.normal_(getattr(module, name).weight, std=std)
+            if module.has_relative_attention_bias:
+                init.normal_(module.relative_attention_bias.weight, std=factor * d**-0.5)
+        elif isinstance(module, MoaT5PreTrainedModel):
+            if hasattr(module, "shared"):
+                init.normal_(module.shared.weight, std=factor)
+            if hasattr(module, "lm_head") and not self.config.tie_word_embeddings:
+                init.normal_(module.lm_head.weight, std=factor)
+            if hasattr(module, "qa_outputs"):
+                init.normal_(module.qa_outputs.weight, std=factor * d**-0.5)
+                init.zeros_(module.qa_outputs.bias)
+            if hasattr(module, "classifier"):
+                init.normal_(module.classifier.weight, std=factor)
+                init.zeros_(module.classifier.bias)
+
+    def _attention_init_std(self) -> tuple[float, float]:
+        config = self.config
+        query_std = (config.d_model * config.d_kv) ** -0.5
+        output_std = (config.num_heads * config.d_kv) ** -0.5
+        return config.initializer_factor * query_std, config.initializer_factor * output_std
+
+    def _feed_forward_init_std(self) -> tuple[float, float]:
+        factor = self.config.initializer_factor
+        return factor * self.config.d_model**-0.5, factor * self.config.d_ff**-0.5
+
+
+class MoaT5Stack(MoaT5PreTrainedModel):
+    """The gated encoder, or with `config.is_decoder` the gated decoder."""
+
+    def __init__(self, config: MoaT5Config):
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.cct = self._budget_control()
+        self.block = nn.ModuleList(
+            MoaT5Block(config, layer_idx=layer_idx) for layer_idx in range(config.num_layers)
+        )
+        self.final_layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout_rate)
+        self.post_init()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value
+
+    @takes_cache_by_any_name
+    @only_gates_learn_in_gate_phase
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        budget: Any = None,
+        padding_mask: Tensor | None = None,
+        loss_config: MoaT5Config | None = None,
+        **kwargs: Any,
+    ) -> MoaBaseModelOutput:
+        """transformers' T5Stack arguments, and:
+
+        Args:
+            attention_mask: `[B, past + T]`, 1 for real tokens; gates leave the others out.
+            budget: CCT's compute budget: a number, a tensor `[B]`, or in an encoder-decoder model a
+                pair, of which the stack takes its half. Default: what `set_budget` chose (in training
+                too); else drawn for each sequence in training, and the largest in eval.
+            padding_mask: `[B, T]` bool, the real ones of these tokens. Default: what `attention_mask`
+                says.
+            loss_config: has the coefficients of the auxiliary losses. Default: the stack's own, which in
+                an encoder-decoder model is a copy of the model's.
+
+        Raises:
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`; `use_cache` in an encoder;
+                a budget that the model does not know; a budget without CCT.
+        """
+        requested = self._requested_gating(kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            half = "decoder_" if self.config.is_decoder else ""
+            raise ValueError(f"Give exactly one of {half}input_ids and {half}inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        length = inputs_embeds.shape[1]
+        cache = self._cache(cache, use_cache)
+        if padding_mask is None:
+            past = 0 if cache is None else cache.get_seq_length()
+            padding_mask = padding_mask_of(attention_mask, length, past)
+        budgets = self._resolve_budget(inputs_embeds, budget)
+        hidden_states = inputs_embeds if budgets is None else inputs_embeds + budgets.embedding
+        hidden_states = self.dropout(hidden_states)
+        cross_mask = encoder_padding_mask = None
+        if self.config.is_decoder and encoder_hidden_states is not None:
+            cross_mask = create_bidirectional_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+            )
+            encoder_padding_mask = padding_mask_of(
+                encoder_attention_mask, encoder_hidden_states.shape[1]
+            )
+        self_mask = self._self_mask(inputs_embeds, attention_mask, cache)
+        position_bias, records = None, []
+        for block in self.block:
+            hidden_states, record, position_bias = block(
+                hidden_states,
+                self_mask,
+                position_bias,  # positional, with the next: for reentrant gradient checkpointing
+                encoder_hidden_states,
+                encoder_attention_mask=cross_mask,
+                **{CACHE_NAME: cache},  # as gradient checkpointing looks for it
+                padding_mask=padding_mask,
+                encoder_padding_mask=encoder_padding_mask,
+                **kwargs,
+            )
+            records.append(record)
+        return MoaBaseModelOutput(
+            last_hidden_state=self.dropout(self.final_layer_norm(hidden_states)),
+            **{CACHE_NAME: cache},
+            **collect_gating(
+                loss_config or self.config,
+                records,
+                budget=budgets,
+                control=self.cct,
+                requested=requested,
+            ),
+        )
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        if not self.config.is_decoder:
+            if use_cache:
+                raise ValueError("use_cache is for decoders: an encoder has no cache (got True).")
+            return None
+        if cache is not None or not use_cache:
+            return cache
+        cache = DynamicCache(config=self.config)
+        if not self.config.is_encoder_decoder:
+            return cache
+        return EncoderDecoderCache(cache, DynamicCache(config=self.config))
+
+    def _self_mask(self, inputs_embeds: Tensor, mask: Tensor | None, cache: Cache | None) -> Any:
+        if not self.config.is_decoder:
+            return create_bidirectional_mask(
+                config=self.config, inputs_embeds=inputs_embeds, attention_mask=mask
+            )
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        return create_causal_mask(self.config, inputs_embeds, mask, cache)
+
+
+class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
+    """What every model with both halves shares: the stacks, their embeddings and their budgets."""
+
+    _keys_to_ignore_on_load_unexpected = (
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+    )
+    _tied_weights_keys = {  # noqa: RUF012
+        "encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight",
+    }
+
+    def __init__(self, config: MoaT5Config):
+        super().__init__(config)
+        self.shared = nn.Embedding(config.vocab_size, config.d_model)
+        encoder_config, decoder_config = copy.deepcopy(config), copy.deepcopy(config)
+        encoder_config.is_decoder = False
+        encoder_config.use_cache = False
+        self.encoder = MoaT5Stack(encoder_config)
+        decoder_config.is_decoder = True
+        decoder_config.num_layers = config.num_decoder_layers
+        self.decoder = MoaT5Stack(decoder_config)
+        self.budgets = BudgetList(config.budget_pairs) if config.has_cct else None
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.shared
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.shared = value
+        self.encoder.set_input_embeddings(value)
+        self.decoder.set_input_embeddings(value)
+
+    _has_two_halves = True
+
+    def _run_to_count(self, tokens: Tensor, decoder_tokens: Tensor) -> None:
+        self(input_ids=tokens, decoder_input_ids=decoder_tokens)
+
+    def run_stacks(
+        self,
+        *,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
+        encoder_outputs: Any,
+        decoder_input_ids: Tensor | None,
+        decoder_attention_mask: Tensor | None,
+        decoder_inputs_embeds: Tensor | None,
+        decoder_padding_mask: Tensor | None,
+        cache: Cache | None,
+        use_cache: bool | None,
+        budget: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Encode, unless `encoder_outputs` are given, and decode.
+
+        Returns:
+            The decoder's last hidden states `[B, T, d]`, and the other fields of the output.
+        """
+        requested = {f"output_{name}": on for name, on in self._requested_gating(kwargs).items()}
+        kwargs |= requested | {"return_dict": True, "loss_config": self.config}
+        encoded = None  # the budgets that the encoder had
+        if encoder_outputs is None:
+            tokens = inputs_embeds if input_ids is None else input_ids
+        else:
+            tokens, encoded = encoder_outputs[0], getattr(encoder_outputs, "budget", None)
+        encoder_budget, decoder_budget = self._resolve_budgets(tokens, budget, encoded)
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                budget=encoder_budget,
+                **kwargs,
+            )
+        elif not isinstance(encoder_outputs, ModelOutput):
+            # hidden states and attentions are tuples; what else may follow is no part of T5's
+            recorded = [given for given in encoder_outputs[1:3] if isinstance(given, tuple)]
+            encoder_outputs = BaseModelOutput(encoder_outputs[0], *recorded)
+        decoder_outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            inputs_embeds=decoder_inputs_embeds,
+            cache=cache,
+            encoder_hidden_states=encoder_outputs[0],
+            encoder_attention_mask=attention_mask,
+            padding_mask=decoder_padding_mask,
+            use_cache=use_cache,
+            budget=decoder_budget,
+            **kwargs,
+        )
+        return decoder_outputs.last_hidden_state, {
+            **cache_field(decoder_outputs),
+            "decoder_hidden_states": decoder_outputs.hidden_states,
+            "decoder_attentions": decoder_outputs.attentions,
+            "cross_attentions": decoder_outputs.cross_attentions,
+            "encoder_last_hidden_state": encoder_outputs.last_hidden_state,
+            "encoder_hidden_states": encoder_outputs.hidden_states,
+            "encoder_attentions": encoder_outputs.attentions,
+            **merge_gating(encoder_outputs, decoder_outputs),
+        }
+
+    def _check_budget(self, budget: Any) -> None:
+        """Refuse what `generate` cannot take: the encoder, which runs first, sees its half alone."""
+        if self.budgets is not None:
+            rows = budget.shape[0] if isinstance(budget, Tensor) else 1
+            self.budgets.resolve(budget, batch_size=rows, device=self.device, training=False)
+
+    def _resolve_budgets(
+        self, tokens: Tensor | None, budget: Any, encoded: Tensor | None
+    ) -> tuple[BudgetIndex | None, BudgetIndex | None]:
+        """The encoder's and the decoder's budget of every sequence; in training, pairs that are drawn
+        begin with `encoded` `[B]`, those of an encoder that has run."""
+        if self.budgets is None:
+            self._refuse_budget(budget)
+            return None, None
+        if tokens is None:
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        pair = self.budgets.resolve(
+            budget,
+            batch_size=tokens.shape[0],
+            device=tokens.device,
+            training=self.training,
+            first=encoded,
+        )
+        halves = []
+        for stack, values in zip(
+            (self.encoder, self.decoder), zip(*self.budgets.distinct, strict=True), strict=True
+        ):
+            position = [stack.cct.budgets.position(value) for value in values]
+            halves.append(BudgetIndex(made_on(tokens.device, position)[pair]))
+        return tuple(halves)
