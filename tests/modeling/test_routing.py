@@ -200,7 +200,7 @@ def test_processes_sum_alike_whatever_their_batches(monkeypatch):
         summed.append(counts.shape)
         return counts + torch.tensor([1.0, 0, 0, 0, 0, 7])
 
-    for module in ("router_terms", "routing"):
+    for module in ("routing.totals", "routing.routers"):
         monkeypatch.setattr(f"hf_moa.modeling.{module}.sum_over_processes", with_a_process_of_the_same)
     shapes = []
     for length in (2, 50):
