@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, SchedulerType
 from hf_moa.model_card import DataUsed, TrainingFacts, checkpoint_card, read_card, write_card
 from hf_moa.model_card.facts import at_budget, hub_name, in_words, named_metrics, package_versions
 from hf_moa.model_card.trainer import base_model_of
-from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.modeling.config.gating import GatingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .eval_mode import in_eval_mode
-from .modeling.core.configuration import GatingConfig
+from .modeling.config.gating import GatingConfig
 from .timing import compare
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .kinds import is_one
-from .modeling.core.configuration import GatingConfig
+from .modeling.config.gating import GatingConfig
 from .upcycle_families import TASKS, Family, family_of
 
 __all__ = ["TASKS", "upcycle"]

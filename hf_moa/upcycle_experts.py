@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor
 
-from .modeling.core.configuration import GatingConfig
+from .modeling.config.gating import GatingConfig
 
 
 def matching(state: dict[str, Tensor], pattern: str) -> list[str]:

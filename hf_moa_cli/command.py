@@ -135,7 +135,7 @@ def _load_model(
     from transformers import AutoConfig
 
     import hf_moa
-    from hf_moa.modeling.core.configuration import GatingConfig
+    from hf_moa.modeling.config.gating import GatingConfig
 
     config = AutoConfig.from_pretrained(source, subfolder=options.get("subfolder", ""))
     if not isinstance(config, GatingConfig):

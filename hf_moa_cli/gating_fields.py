@@ -5,18 +5,20 @@ Importing `hf_moa` imports torch, which is much to wait for where help is all th
 
 import ast
 import runpy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+# the constants of a mechanism's module that say what a field may be
 _CHOICES = {
-    "attention_type": "ATTENTION_TYPES",
     "mae_gate_type": "MAE_GATE_TYPES",
     "router_type": "ROUTER_TYPES",
-    "ffn_type": "FFN_TYPES",
     "cct_execution": "CCT_EXECUTIONS",
 }
+# what a field may be that mechanisms add values to
+_PLAIN = {"attention_type": "mha", "ffn_type": "dense"}
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,35 @@ def gating_fields() -> list[GatingField]:
     """The fields of `GatingConfig`, in their order."""
     package = Path(find_spec("hf_moa").origin).parent  # finds it and does not import it
     field_meaning = runpy.run_path(str(package / "field_meanings.py"))["field_meaning"]
-    source = (package / "modeling" / "core" / "configuration.py").read_text(encoding="utf-8")
-    module = ast.parse(source).body
-    config = next(node for node in module if isinstance(node, ast.ClassDef))
-    constants = {node.targets[0].id: node.value for node in module if isinstance(node, ast.Assign)}
+    modeling = package / "modeling"
+    paths = [modeling / "config" / "gating.py", *modeling.glob("*/mechanism.py")]
+    nodes = [node for path in paths for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    constants = {node.targets[0].id: node.value for node in nodes if isinstance(node, ast.Assign)}
+    values = {name: [plain] for name, plain in _PLAIN.items()}
+    for mechanism in next(_registered(nodes)):
+        for keyword in constants[mechanism].keywords:
+            if keyword.arg in values:
+                values[keyword.arg].append(ast.literal_eval(keyword.value))
+    for name, constant in _CHOICES.items():
+        values[name] = ast.literal_eval(constants[constant])
     return [
         GatingField(
             name=node.target.id,
             kinds=tuple(ast.unparse(node.annotation).split(" | ")),
             default=ast.literal_eval(node.value),
-            meaning=field_meaning(ast.get_docstring(config), node.target.id),
-            choices=ast.literal_eval(constants[_CHOICES[node.target.id]])
-            if node.target.id in _CHOICES
-            else None,
+            meaning=field_meaning(ast.get_docstring(fields), node.target.id),
+            choices=tuple(values[node.target.id]) if node.target.id in values else None,
         )
-        for node in config.body
-        if isinstance(node, ast.AnnAssign) and not ast.unparse(node.annotation).startswith("ClassVar")
+        for base in reversed(classes["GatingConfig"].bases)  # a dataclass's own order
+        for fields in [classes[base.id]]
+        for node in fields.body
+        if isinstance(node, ast.AnnAssign)
     ]
+
+
+def _registered(nodes: list[ast.stmt]) -> Iterator[list[str]]:
+    """The names of the mechanisms that are declared, in their order."""
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield [argument.id for argument in node.value.args]

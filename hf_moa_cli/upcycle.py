@@ -88,7 +88,7 @@ def _or_none(kind: type) -> Callable[[str], Any]:
 
 def run(args: argparse.Namespace) -> int:
     from hf_moa import upcycle
-    from hf_moa.modeling.core.configuration import GatingConfig
+    from hf_moa.modeling.config.gating import GatingConfig
     from hf_moa.output_folder import output_folder
 
     fields = given(args, GatingConfig)

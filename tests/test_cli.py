@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertForSequenceCl
 import hf_moa
 from hf_moa import MoaBertConfig, MoaBertForMultipleChoice
 from hf_moa.cli import main
-from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
 from hf_moa.upcycle_families import TASKS
 from hf_moa_cli.command import load_checkpoint

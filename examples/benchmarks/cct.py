@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from hf_moa import MoaBertConfig, MoaBertModel
-from hf_moa.modeling.cct.gates import ControlNetwork
+from hf_moa.modeling.cct.control import ControlNetwork
 from hf_moa.timing import compare
 
 SIZES = {"cpu": ((384, 12), (768, 12)), "cuda": ((768, 12), (1024, 16))}  # d, h

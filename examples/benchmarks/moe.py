@@ -11,8 +11,8 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from hf_moa import MoaBertConfig
-from hf_moa.modeling.feed_forward.experts import SparseMoeFeedForward
 from hf_moa.modeling.feed_forward.layers import DenseFeedForward
+from hf_moa.modeling.moe.feed_forward import SparseMoeFeedForward
 from hf_moa.timing import compare
 
 SELECTED = 2

@@ -79,7 +79,7 @@ def layer_flops(model: Any, *lengths: int, budget: float | None = None, compute:
         budget: any of CCT's below 1; None without CCT.
         compute: share of what the gates can skip that is computed, as the model measured it.
     """
-    from hf_moa.modeling.core.flops import count_flops
+    from hf_moa.flops import count_flops
 
     def active(budget: float | None) -> float:
         flops = count_flops(model, *lengths, budget=budget)

@@ -191,7 +191,7 @@ def translation(corpus: str, flags: Flags, folder: str, run: dict[str, Any]) -> 
 
 def model_facts(folder: str, text: str, target: str | None = None) -> dict[str, Any]:
     """Size, operations of attention per token, and the experts' load on the first lines."""
-    from hf_moa.modeling.core.flops import count_flops
+    from hf_moa.flops import count_flops
 
     model = load_checkpoint(folder)
     length = LENGTH if target is None else SENTENCE_LENGTH

@@ -12,7 +12,7 @@ from hf_moa.kinds import is_one
 from hf_moa.model_card import Adapter, checkpoint_card, read_card, write_card
 from hf_moa.model_card.adapter import with_names
 from hf_moa.model_card.existing import base_on_hub
-from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.modeling.config.gating import GatingConfig
 
 
 def push_to_hub(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_moa.kinds import is_one
-from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.attention.flow import AttentionFlow
 from hf_moa.modeling.core.gated_model import GatedModel
+from hf_moa.modeling.core.outputs import batch_term
 from hf_moa.modeling.core.task_losses import up_to_last_label
 
 PARTS = ("encoder", "decoder", "cross")
@@ -58,16 +59,17 @@ class Observation:
         return self.tokens["decoder" if part == "cross" else part]
 
 
-def part_of(attention: GatedAttention) -> str:
+def part_of(attention: AttentionFlow) -> str:
     """Which of `PARTS` an attention layer belongs to."""
     if attention.is_cross_attention:
         return "cross"
     return "decoder" if attention.is_causal else "encoder"
 
 
-def attention_layers(model: nn.Module) -> list[GatedAttention]:
+def attention_layers(model: nn.Module) -> list[AttentionFlow]:
     """All of them, in the order of the layers."""
-    return [module for module in model.modules() if is_one(module, GatedAttention)]
+    # by mark, not by class: a checkpoint may have brought its own
+    return [module for module in model.modules() if "mixture" in module._modules]
 
 
 def mixtures_by_part(model: nn.Module, kind: type) -> dict[str, list[nn.Module]]:
@@ -130,7 +132,7 @@ def observe(model: nn.Module, batch: Mapping[str, Tensor], *, budget: Any = None
         tokens=tokens,
         expert_weights=by_part("expert_weights", PARTS),
         router_logits=by_part("router_logits", PARTS),
-        expert_load=_expert_load(getattr(outputs, "expert_load", None) or {}, own),
+        expert_load=_expert_load(batch_term(outputs, "expert_load") or {}, own),
         cct_gates=by_part("cct_gates", PARTS[:2]),
         compute_fraction=getattr(outputs, "compute_fraction", None),
         budget=budget,

@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoConfig
 
 from hf_moa.kinds import is_one
-from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.modeling.ftg.config import LOADERS, FTGConfig, saved_num_labels
 
 from .card import card_of

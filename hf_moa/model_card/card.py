@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_moa.kinds import is_one
 from hf_moa.markdown import table, union_table
-from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.upcycle_families import family_of
 
 from .expert_load import expert_load_table

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 from transformers import AutoConfig
 
-from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.modeling.config.gating import GatingConfig
 
 from .adapter import Adapter
 from .card import BUDGETS, DATA, HYPERPARAMETERS, model_card

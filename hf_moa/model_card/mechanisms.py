@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_moa.field_meanings import field_meaning
 from hf_moa.markdown import table
-from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.modeling.config.gating import GatingConfig
 
 _PENG = """@inproceedings{peng-etal-2020-mixture,
   title = {A Mixture of h - 1 Heads is Better than h Heads},

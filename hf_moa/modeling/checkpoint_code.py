@@ -3,7 +3,8 @@
 transformers loads only files that lie side by side, so the modules that a family needs become
 
 - `configuration_<model_type>.py`, the configuration,
-- `modeling_<model_type>.py`, all else,
+- `modeling_<model_type>.py`, all else: the layers of the mechanisms that the configuration asks for,
+  and of no others,
 - a file for what a function imports only when it is called, as it does GPU kernels.
 
 In a file all modules share their names, so no two of them may give one name to different things.
@@ -15,25 +16,31 @@ import ast
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from .core.mechanism import mechanisms_of
 
 _ROOT = Path(__file__).parent
 _HEAD = "# The part of the package hf_moa that this checkpoint needs.\n\n"
 
 
-def write_code(config, folder: str | Path, *, with_model: bool) -> None:
-    """Write the code of a configuration's family, and with `with_model` that of its models."""
-    for name, text in _flat_files(type(config), with_model).items():
+def write_code(config: Any, folder: str | Path, *, with_model: bool) -> None:
+    """Write the code of a configuration's family, and with `with_model` that of its models and of the
+    mechanisms that it asks for."""
+    code = tuple(path for mechanism in mechanisms_of(config) for path in mechanism.code)
+    for name, text in _flat_files(type(config), with_model, code).items():
         Path(folder, name).write_text(text, encoding="utf-8")
 
 
 @cache
-def _flat_files(config_class: type, with_model: bool) -> dict[str, str]:
-    """Texts of the files by their names."""
+def _flat_files(config_class: type, with_model: bool, code: tuple[str, ...]) -> dict[str, str]:
+    """Texts of the files by their names; `code` names the modules of mechanisms."""
     start = Path(sys.modules[config_class.__module__].__file__)
     home: dict[Path, str] = {}  # the file that a module goes to; imported modules come first
     _settle(start, f"configuration_{config_class.model_type}", home)
     if with_model:
-        _settle(start.with_name("model.py"), f"modeling_{config_class.model_type}", home)
+        for module in (start.with_name("model.py"), *(_ROOT / path for path in code)):
+            _settle(module, f"modeling_{config_class.model_type}", home)
         for module in list(home):
             for late in (_target(module, node) for node in _imports(module) if node.col_offset):
                 _settle(late, "_".join(late.relative_to(_ROOT).with_suffix("").parts), home)

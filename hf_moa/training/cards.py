@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_moa.kinds import is_one
 from hf_moa.model_card import write_trainer_card
-from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.modeling.config.gating import GatingConfig
 
 
 class WritesModelCards:

@@ -13,7 +13,7 @@ from references import Weights, bert_weights, gpt2_weights, t5_weights
 from torch import Tensor, nn
 
 from hf_moa import MoaBertModel, MoaGPT2Model, MoaT5EncoderModel
-from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.attention.flow import AttentionFlow
 from hf_moa.modeling.bert.layers import MoaBertAttention
 from hf_moa.modeling.gpt2.layers import MoaGPT2Attention
 from hf_moa.modeling.t5.layers import MoaT5Attention
@@ -24,11 +24,11 @@ each_backbone = pytest.mark.parametrize("backbone", BACKBONES)
 
 @dataclass
 class Layer:
-    """An attention layer in float64: `core` is its `GatedAttention`, `module` holds all of it."""
+    """An attention layer in float64: `core` is its `AttentionFlow`, `module` holds all of it."""
 
     backbone: str
     module: nn.Module
-    core: GatedAttention
+    core: AttentionFlow
 
     @property
     def weights(self) -> Weights:
@@ -70,7 +70,7 @@ class Layer:
             encoder_padding_mask=source_mask,
         )
         if self.backbone.startswith("bert"):
-            return self.core.update(self.module.output.dense, result), result.record
+            return self.core.output(self.module.output.dense, result), result.record
         return result[0], result[2]
 
 

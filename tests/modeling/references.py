@@ -82,7 +82,7 @@ def bert_weights(attention):
     def bias_heads(x):
         return x if x.ndim == 2 else x.unflatten(0, (-1, dh))
 
-    output = dense.weight if core.is_moa else dense.weight.T.unflatten(0, (-1, dh))
+    output = dense.weight if hasattr(core.mixture, "router") else dense.weight.T.unflatten(0, (-1, dh))
     return Weights(
         *(heads(getattr(core, name).weight) for name in ("query", "key", "value")),
         *(bias_heads(getattr(core, name).bias) for name in ("query", "key", "value")),
@@ -94,7 +94,7 @@ def bert_weights(attention):
 
 def gpt2_weights(attention):
     """Of a `MoaGPT2Attention`: its projections are stored transposed, and some in one matrix."""
-    dh, experts = attention.head_dim, attention.is_moa
+    dh, experts = attention.head_dim, hasattr(attention.mixture, "router")
     fused = not hasattr(attention, "q_attn")
     weights = list(attention.c_attn.weight.T.chunk(3 if fused else 2))
     biases = list(attention.c_attn.bias.chunk(3 if fused else 2))
@@ -116,7 +116,7 @@ def t5_weights(attention):
     """Of a `MoaT5Attention`."""
     dh = attention.head_dim
     query, output = attention.q.weight, attention.o.weight
-    if not attention.is_moa:
+    if not hasattr(attention.mixture, "router"):
         query, output = query.unflatten(0, (-1, dh)), output.T.unflatten(0, (-1, dh))
     key, value = (x.weight.unflatten(0, (-1, dh)) for x in (attention.k, attention.v))
     zeros = [x.new_zeros(x.shape[:2]) for x in (query, key, value)]
@@ -181,7 +181,7 @@ def mae_gate(x, padding_mask, gate, causal, window):
 
 
 def mae_attention(core, weights, x, padding_mask, source=None, source_mask=None):
-    """Z = sum_S g_S f_S(X), the sum over experts written out, of a `GatedAttention`."""
+    """Z = sum_S g_S f_S(X), the sum over experts written out, of a `AttentionFlow`."""
     mixture, w = core.mixture, weights
     h, t = mixture.num_heads, mixture.num_dropped
     y = x if source is None else source
@@ -211,7 +211,7 @@ def mae_attention(core, weights, x, padding_mask, source=None, source_mask=None)
 
 
 def moa_attention(core, weights, x, padding_mask):
-    """Zhang et al. 2022: a loop over tokens and experts, of a `GatedAttention`."""
+    """Zhang et al. 2022: a loop over tokens and experts, of a `AttentionFlow`."""
     router, w = core.mixture.router, weights
     bias = w.position_bias(x.shape[1], x.shape[1], core.config)
     rows = []
@@ -252,7 +252,7 @@ def control(network, x):
 
 
 def cct_attention(core, weights, x, padding_mask, source=None, source_mask=None):
-    """Bapna et al. 2020, of a `GatedAttention` with plain heads.
+    """Bapna et al. 2020, of a `AttentionFlow` with plain heads.
 
     In eval the keys that are gated off are left out of the scores altogether and their exp(0) terms
     (or exp(bias), with T5's position bias) are put into the denominator by hand."""

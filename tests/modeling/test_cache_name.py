@@ -8,7 +8,7 @@ import torch
 from families import CASE
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.attention.flow import AttentionFlow
 from hf_moa.modeling.cache.naming import CACHE_NAME
 
 BOTH_NAMES = ("past_key_values", "cache")
@@ -100,7 +100,7 @@ def test_checkpointed_layers_leave_it_alone(case, name):
 @pytest.mark.parametrize("name", BOTH_NAMES)
 def test_attention_takes_it_by_either_name(name):
     model, _, _ = build(CASE["GPT2Model"])
-    attention = next(module for module in model.modules() if isinstance(module, GatedAttention))
+    attention = next(module for module in model.modules() if isinstance(module, AttentionFlow))
     cache = DynamicCache()
     attention(torch.randn(1, 3, 32), **{name: cache})
     assert cache.get_seq_length() == 3

@@ -14,11 +14,12 @@ from layers import attention_layer, each_backbone
 from references import cct_attention, control, layer_norm
 
 from hf_moa import MoaBertForMultipleChoice, MoaBertForSequenceClassification, MoaBertModel
-from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.attention.flow import AttentionFlow
 from hf_moa.modeling.bert.layers import MoaBertAttention, MoaBertLayer
+from hf_moa.modeling.cct.attention import AttentionGates
 from hf_moa.modeling.cct.budgets import BudgetControl, made_on
+from hf_moa.modeling.cct.control import ControlNetwork
 from hf_moa.modeling.cct.costs import AttentionCost, AttentionUse, budget_loss
-from hf_moa.modeling.cct.gates import ControlNetwork, GatedAttentionControl
 from hf_moa.modeling.feed_forward.layers import build_feed_forward
 from hf_moa.modeling.gpt2.layers import MoaGPT2Attention
 from hf_moa.modeling.t5.layers import MoaT5LayerCrossAttention, MoaT5LayerSelfAttention
@@ -75,7 +76,7 @@ def test_attention_equals_the_paper(backbone, training, execution, implementatio
     expected = cct_attention(layer.core, layer.weights, x, mask)
     assert_same_with_gradients(actual[mask], expected[mask], [x, *layer.parameters()])
     if not training:  # the case is worth something only where some gates are open and some closed
-        for gate in (record["use"].kv, record["use"].query):
+        for gate in (record.use.kv, record.use.query):
             assert 0 < gate[mask].mean() < 1
 
 
@@ -90,7 +91,7 @@ def test_cross_attention_equals_the_paper(backbone, training, execution, impleme
     expected = cct_attention(layer.core, layer.weights, x, mask, source, source_mask)
     assert_same_with_gradients(actual[mask], expected[mask], [x, source, *layer.parameters()])
     if not training:
-        assert 0 < record["use"].kv[source_mask].mean() < 1
+        assert 0 < record.use.kv[source_mask].mean() < 1
 
 
 @pytest.mark.parametrize("execution", ["dense", "sparse"])
@@ -110,7 +111,7 @@ def test_feed_forward_with_norms_is_the_gated_sum_of_its_parts(training, executi
         outer = torch.nn.functional.gelu(inner) @ part.down.weight.T + part.down.bias
         expected = expected + gates[..., m : m + 1] * layer_norm(outer, layer.output_norms[m])
     assert_same_with_gradients(actual, expected, [x, *layer.parameters()])
-    assert record["use"].gates.shape == (3, 7, 4)
+    assert record.use.gates.shape == (3, 7, 4)
 
 
 @pytest.mark.parametrize("execution", ["dense", "sparse"])
@@ -138,7 +139,7 @@ def test_moa_and_mae_are_gated_too():
         layer = cct_layer(attention_type=attention_type, seed=5).eval()
         x, mask = hidden()
         update, record = layer(x, mask)
-        closed = record["use"].query == 0
+        closed = record.use.query == 0
         assert 0 < closed[mask].double().mean() < 1
         dense, skipped = layer.module.output.dense, update[closed]
         torch.testing.assert_close(skipped, dense.bias.expand_as(skipped), atol=1e-12, rtol=0)
@@ -183,7 +184,7 @@ def test_attention_cost_counts_what_is_computed(causal):
 
 def test_moa_costs_count_its_own_projections():
     config = cct_config(attention_type="moa", num_attention_heads=2, head_dim=12)
-    cost = MoaBertAttention(config, layer_idx=0).self.cost
+    cost = MoaBertAttention(config, layer_idx=0).self.gates.cost
     assert (cost.kv, cost.query, cost.pair) == (2 * 32 * 12, 2 * 32 * 24, 2 * 24)
 
 
@@ -343,9 +344,9 @@ def test_attention_drops_before_its_output_in_the_papers_layout(case, sublayer_n
         module.register_forward_hook(lambda _, __, x: zeros[place].append((x == 0).float().mean()))
 
     for module in model.modules():
-        if isinstance(module, GatedAttention):
+        if isinstance(module, AttentionFlow):
             module.attention_dropout = 0.0  # it would leave zeros of its own
-        if isinstance(module, GatedAttentionControl):
+        if isinstance(module, AttentionGates):
             count(module.context_dropout, "before")
         elif isinstance(module, MoaBertAttention):
             count(module.output.dropout, "behind")

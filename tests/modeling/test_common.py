@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.utils import find_labels
 
 import hf_moa
-from hf_moa.modeling.cct.gates import ControlNetwork
+from hf_moa.modeling.cct.control import ControlNetwork
 from hf_moa.modeling.core.outputs import GatingOutput, GatingSeq2SeqOutput
 from hf_moa.modeling.mae.mixture import MaeGate
 from hf_moa.modeling.routing.routers import TopKRouter

@@ -16,8 +16,8 @@ from hf_moa import MoaBertModel
 from hf_moa.modeling.cache import gate_states as gate_cache
 from hf_moa.modeling.cache.gate_states import CROP_RESERVE, GatedDynamicLayer
 from hf_moa.modeling.cache.naming import CACHE_NAME
-from hf_moa.modeling.mae.mixture import MAE_PHASES
 from hf_moa.modeling.mae.norm import GateBatchNorm
+from hf_moa.modeling.mae.switches import MAE_PHASES
 
 
 @dataclass(frozen=True)

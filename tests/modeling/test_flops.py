@@ -8,7 +8,7 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_moa
-from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.attention.flow import AttentionFlow
 from hf_moa.modeling.mae.mixture import MixtureOfHeads
 from hf_moa.modeling.moa import projections as expert_linear
 from hf_moa.modeling.moa.projections import ExpertInput
@@ -56,8 +56,8 @@ def products_outside_the_equations(model):
                 flops += 2 * gates * module.num_experts * module.num_heads
             if module.is_causal:
                 flops += 2 * length * length * module.gate.dense.out_features
-        elif isinstance(module, GatedAttention) and module.is_causal:
-            flops += 2 * module.cost.pair * length * (length - 1) // 2
+        elif isinstance(module, AttentionFlow) and module.is_causal:
+            flops += 4 * module.num_heads * module.head_dim * length * (length - 1) // 2
     return flops
 
 
@@ -116,13 +116,13 @@ def test_sparse_execution_leaves_out_what_the_gates_close(name, sublayer_norm):
     model.set_cct_execution("sparse")
     torch.manual_seed(3)
     sparse, output = run_one_sequence(model, CASE[name], output_cct_gates=True)
-    attentions = [m for m in model.modules() if isinstance(m, GatedAttention)]
+    attentions = [m for m in model.modules() if isinstance(m, AttentionFlow)]
     splits = model.config.cct_num_ffn_splits
     part = 2 * 32 * 48 // splits
     closed = 0
     for attention, gates in zip(attentions, output.cct_gates, strict=True):
-        closed += attention.cost.kv * int((gates["kv"] == 0).sum())
-        closed += attention.cost.query * int((gates["query"] == 0).sum())
+        closed += attention.gates.cost.kv * int((gates["kv"] == 0).sum())
+        closed += attention.gates.cost.query * int((gates["query"] == 0).sum())
         closed += part * int((gates["ffn"] == 0).sum())
     assert closed > 0
     assert dense - sparse == 2 * closed

@@ -68,7 +68,7 @@ def test_recorded_expert_weights_are_the_gate():
     x, mask = hidden()
     _, record = layer(x, mask)
     expected = mae_gate(x, mask, layer.core.mixture.gate, False, None)
-    torch.testing.assert_close(record["expert_weights"], torch.stack(list(expected.values())))
+    torch.testing.assert_close(record.expert_weights, torch.stack(list(expected.values())))
 
 
 @pytest.mark.parametrize(("heads", "dropped"), [(8, 1), (8, 2), (12, 1), (4, 3)])
@@ -234,7 +234,7 @@ def test_expert_phase_draws_experts_with_the_gates_probabilities(causal):
         # one expert: its dropped head has weight 0, the others h / (h - 1)
         assert sorted(position.tolist()) == pytest.approx([0, 4 / 3, 4 / 3, 4 / 3])
         drawn[position.argmin()] += 1
-        weights = record["expert_weights"][0, -1] if causal else record["expert_weights"][0]
+        weights = record.expert_weights[0, -1] if causal else record.expert_weights[0]
     deviation = (weights * (1 - weights) / draws).sqrt()
     assert torch.all((drawn / draws - weights).abs() < 4.5 * deviation)
 
@@ -254,7 +254,7 @@ def test_argmax_selection_uses_one_expert_per_layer():
     layer.core.mixture.selection = "argmax"
     heads, record = layer.core.mixture.route(x, mask)
     experts = list(itertools.combinations(range(4), 2))
-    for b, g in enumerate(record["expert_weights"]):
+    for b, g in enumerate(record.expert_weights):
         expected = [0.0 if j in experts[g.argmax()] else 2.0 for j in range(4)]
         assert heads[b, 0].tolist() == pytest.approx(expected)
 

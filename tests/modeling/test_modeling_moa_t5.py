@@ -5,7 +5,7 @@ import torch
 from common import batch
 from families import CASE, T5
 
-from hf_moa.modeling.feed_forward.experts import _PortableExperts
+from hf_moa.modeling.moe.feed_forward import _PortableExperts
 
 LM = CASE["T5ForConditionalGeneration"]
 
@@ -224,7 +224,7 @@ def test_classifier_needs_the_end_of_every_sequence():
     with pytest.raises(ValueError, match="input_ids"):
         model(inputs_embeds=torch.randn(3, 9, 32))
     inputs["input_ids"][1][inputs["input_ids"][1] == 1] = 7
-    with pytest.raises(ValueError, match=r"rows \[1\]"):
+    with pytest.raises(ValueError, match=r"sequences \[1\]"):
         model(**inputs)
 
 

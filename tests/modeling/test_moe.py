@@ -5,7 +5,7 @@ import torch
 from common import assert_same_with_gradients, hidden, randomize, tiny_config
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from hf_moa.modeling.feed_forward.experts import SparseMoeFeedForward
+from hf_moa.modeling.moe.feed_forward import SparseMoeFeedForward
 
 
 def moe_layer(implementation="eager", *, experts=4, selected=2, router="topk", size=48):
@@ -125,7 +125,7 @@ def test_another_implementation_sees_the_experts_themselves(monkeypatch):
 def test_noisy_router_reports_the_load_loss():
     layer = moe_layer(router="noisy_topk").train()
     x, mask = hidden()
-    losses = layer(x, mask)[1]["routings"][0].losses
+    losses = layer(x, mask)[1].routings[0].losses
     assert set(losses) == {
         "router_balance_loss",
         "router_z_loss",

@@ -9,16 +9,16 @@ from families import CASE
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_moa.modeling.cache.gate_states import GatedDynamicLayer, GatedStaticLayer
-from hf_moa.modeling.cct.compact_cache import OpenKeysLayer
-from hf_moa.modeling.cct.gates import ControlNetwork
+from hf_moa.modeling.cct.compact_cache import CompactLayer
+from hf_moa.modeling.cct.control import ControlNetwork
 from hf_moa.modeling.cct.skipped_keys import (
-    OpenKeys,
-    attend_to_open_keys,
+    KeptKeys,
+    attend_to_kept_keys,
     gathering_scores_pays,
     scores_to_add,
     visible_keys,
 )
-from hf_moa.modeling.cct.token_subset import TokenRows
+from hf_moa.modeling.cct.token_subset import TokenSubset
 
 GPT2, T5 = CASE["GPT2LMHeadModel"], CASE["T5ForConditionalGeneration"]
 MIXTURES = pytest.mark.parametrize("attention_type", ["mha", "mae", "moa"])
@@ -31,7 +31,7 @@ def build(execution="sparse", case=GPT2, **fields):
 
 def small_layers_skip(monkeypatch):
     """As large ones do under `auto`."""
-    for name in ("token_subset._TO_FIND", "token_subset._TO_GATHER", "compact_cache._LEAST_NUMBERS"):
+    for name in ("execution._TO_FIND", "execution._TO_GATHER", "compact_cache._LEAST_NUMBERS"):
         monkeypatch.setattr(f"hf_moa.modeling.cct.{name}", 0)
 
 
@@ -81,11 +81,11 @@ def test_attention_equals_that_to_all_keys(mask, per_sequence):
     expected = naive(query, key, value, open_keys.double(), full.expand(2, -1, -1, -1), 0.4)
     expected = expected.transpose(1, 2)[open_queries]
 
-    query_rows, key_rows = TokenRows(open_queries), TokenRows(open_keys)
-    context = attend_to_open_keys(
+    query_rows, key_rows = TokenSubset(open_queries), TokenSubset(open_keys)
+    context = attend_to_kept_keys(
         query_rows.gather(query.transpose(1, 2)),
-        OpenKeys.of(key_rows, *(key_rows.gather(x.transpose(1, 2)) for x in (key, value))),
-        query_rows=query_rows,
+        KeptKeys.of(key_rows, *(key_rows.gather(x.transpose(1, 2)) for x in (key, value))),
+        queries=query_rows,
         visible=None,
         scores=scores,
         causal=False,
@@ -102,17 +102,17 @@ def test_attention_equals_that_to_all_keys(mask, per_sequence):
 
 
 def test_a_query_that_sees_nothing_gets_nothing():
-    rows = TokenRows(torch.ones(1, 2, dtype=torch.bool))
+    rows = TokenSubset(torch.ones(1, 2, dtype=torch.bool))
     x = torch.randn(1, 2, 1, 4)
     mask = torch.tensor([[[[True, True], [False, False]]]])
     for scores, visible in (
         (scores_to_add(mask, None, causal=False, like=x.new_empty(1, 1, 2, 2)), None),
         (None, torch.zeros(1, 2, dtype=torch.bool)),
     ):
-        context = attend_to_open_keys(
+        context = attend_to_kept_keys(
             x,
-            OpenKeys.of(rows, x, x),
-            query_rows=rows,
+            KeptKeys.of(rows, x, x),
+            queries=rows,
             visible=visible,
             scores=scores,
             causal=False,
@@ -136,7 +136,7 @@ def test_decoding_equals_the_dense_forward(attention_type, steps, padding, batch
     real = ... if mask is None else mask.bool()
     torch.testing.assert_close(actual[real], expected[real], atol=1e-9, rtol=1e-9)
     for layer in cache.layers:
-        assert isinstance(layer, OpenKeysLayer)
+        assert isinstance(layer, CompactLayer)
         assert layer.get_seq_length() == layer.length == 12
 
 
@@ -157,7 +157,7 @@ def test_holds_the_open_tokens_and_no_others():
 def test_keys_grow_in_place_and_what_was_handed_out_stays(batch_size):
     model, ids = build(), tokens(batch_size=batch_size)
     _, cache = decode(model, ids, [6, 1])
-    held = [(layer.keys.data_ptr(), layer.open_keys) for layer in cache.layers]
+    held = [(layer.keys.data_ptr(), layer.kept_keys) for layer in cache.layers]
     copies = copy.deepcopy([keys for _, keys in held])
     decode(model, ids[:, 7:], [1, 1, 1, 1, 1], cache=cache)
     assert any(
@@ -192,7 +192,7 @@ def test_generation_starts_small_and_stays_so(execution, monkeypatch):
         tokens(7), max_new_tokens=6, eos_token_id=None, return_dict_in_generate=True
     ).past_key_values
     for layer in [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]:
-        assert isinstance(layer, OpenKeysLayer)
+        assert isinstance(layer, CompactLayer)
     assert cache.cross_attention_cache.layers[0].length == 7
 
 
@@ -221,7 +221,7 @@ def test_auto_equals_dense_once_the_cache_is_large(
     small_layers_skip(monkeypatch)
     monkeypatch.setattr("hf_moa.modeling.cct.compact_cache.LARGEST_SHARE", 1)
     if projected == "all":
-        monkeypatch.setattr("hf_moa.modeling.cct.token_subset._TO_FIND", 10**12)
+        monkeypatch.setattr("hf_moa.modeling.cct.execution._TO_FIND", 10**12)
     found, caches = [], []
     for execution in ("dense", "auto"):
         model = build(execution, case=case, attention_type=attention_type)
@@ -244,7 +244,7 @@ def test_auto_equals_dense_once_the_cache_is_large(
         monkeypatch.setattr("hf_moa.modeling.cct.compact_cache._LEAST_NUMBERS", 3 * 12 * size)
     torch.testing.assert_close(found[1], found[0], atol=1e-9, rtol=1e-9)
     assert all(type(layer) is GatedDynamicLayer for layer in caches[0])
-    assert all(isinstance(layer, OpenKeysLayer) for layer in caches[1])
+    assert all(isinstance(layer, CompactLayer) for layer in caches[1])
 
 
 def test_a_cache_that_is_opened_drops_the_skipped_keys_and_keeps_padding():
@@ -254,7 +254,7 @@ def test_a_cache_that_is_opened_drops_the_skipped_keys_and_keeps_padding():
     outputs = model(tokens(), attention_mask=mask, output_cct_gates=True)
     gates = [gate["kv"] > 0 for gate in outputs.cct_gates]
     for layer, gate in zip(cache.layers, gates, strict=True):
-        opened = OpenKeysLayer.in_place_of(layer)
+        opened = CompactLayer.in_place_of(layer)
         kept = gate | (mask == 0)
         for b, positions in enumerate(opened.positions):
             assert positions[positions >= 0].tolist() == kept[b].nonzero().flatten().tolist()
@@ -265,13 +265,13 @@ def test_a_cache_that_is_opened_drops_the_skipped_keys_and_keeps_padding():
 
 def test_empty_slots_are_closed_up():
     """A step's tokens take one slot in all sequences; what is not one's own goes."""
-    generator, layer = torch.Generator().manual_seed(0), OpenKeysLayer.in_place_of(GatedDynamicLayer())
+    generator, layer = torch.Generator().manual_seed(0), CompactLayer.in_place_of(GatedDynamicLayer())
     is_open = torch.rand(4, 300, generator=generator) < torch.tensor([0.1, 0.2, 0.3, 0.5]).unsqueeze(1)
     states = torch.randn(4, 300, 2, 3, generator=generator)
     for i in range(300):
-        rows = TokenRows(is_open[:, i : i + 1])
+        rows = TokenSubset(is_open[:, i : i + 1])
         state = rows.gather(states[:, i : i + 1])
-        layer.update(state, -state, rows=rows)
+        layer.update(state, -state, subset=rows)
     most = int(is_open.sum(dim=1).max())
     assert most < layer.keys.shape[2] <= 1 + most + max(8, most // 6)
     expected = (states * is_open[:, :, None, None]).transpose(1, 2)
@@ -381,7 +381,7 @@ def test_static_caches_hold_all_keys():
     ]
     for logits in zip(*(output.logits for output in outputs), strict=True):
         torch.testing.assert_close(*logits, atol=1e-9, rtol=1e-9)
-    assert isinstance(outputs[0].past_key_values.layers[0], OpenKeysLayer)
+    assert isinstance(outputs[0].past_key_values.layers[0], CompactLayer)
     assert isinstance(outputs[1].past_key_values.layers[0], GatedStaticLayer)
 
 
@@ -404,12 +404,12 @@ def test_skipped_keys_keep_their_weight_beside_a_large_bias(mode):
     """An open key with a large bias and a low product does not hide them."""
     for size in (20.0, 110.0, 760.0):
         query, key = torch.tensor([[[[1.0]]]]).double(), torch.tensor([[[[-size - 1]]]]).double()
-        rows = TokenRows(torch.tensor([[True, False]]))
+        rows = TokenSubset(torch.tensor([[True, False]]))
         with mode():
-            context = attend_to_open_keys(
+            context = attend_to_kept_keys(
                 query,
-                OpenKeys.of(rows, key, torch.ones_like(key)),
-                query_rows=TokenRows(torch.tensor([[True]])),
+                KeptKeys.of(rows, key, torch.ones_like(key)),
+                queries=TokenSubset(torch.tensor([[True]])),
                 visible=None,
                 scores=torch.tensor([[[[size, 0.0]]]]).double(),
                 causal=False,
@@ -425,19 +425,19 @@ def test_a_step_without_a_graph_has_the_same_bias(heads, open_share):
     torch.manual_seed(0)
     is_open = torch.rand(4, 9) < open_share
     is_open[0], is_open[1] = True, False
-    rows = TokenRows(is_open)
+    rows = TokenSubset(is_open)
     key, value = torch.randn(2, 4, 9, 3, 5).double()
-    keys = OpenKeys.of(rows, rows.gather(key), rows.gather(value))
+    keys = KeptKeys.of(rows, rows.gather(key), rows.gather(value))
     bias = torch.randn(1, heads, 1, 9).double()
     bias[..., 4] = -math.inf
     for scores in (bias, torch.full_like(bias, -math.inf)):
         contexts = []
         for mode in (torch.enable_grad, torch.no_grad):
             with mode():
-                context = attend_to_open_keys(
+                context = attend_to_kept_keys(
                     torch.ones(1, 4, 3, 5).double(),
                     keys,
-                    query_rows=TokenRows(torch.ones(4, 1, dtype=torch.bool)),
+                    queries=TokenSubset(torch.ones(4, 1, dtype=torch.bool)),
                     visible=None,
                     scores=scores,
                     causal=False,
@@ -487,7 +487,7 @@ def test_holds_little_room():
     for layer in cache.layers:
         keys = layer.keys
         assert keys.untyped_storage().nbytes() <= keys.nbytes * 9 / 8 + 1
-        assert layer.open_keys.is_key.sum(dim=1).max() < 300
+        assert layer.kept_keys.is_key.sum(dim=1).max() < 300
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -522,11 +522,11 @@ def test_half_precision_is_as_exact_as_to_all_keys():
     dense = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (half[0][:, -1:], half[1], half[2])), scale=0.125
     )
-    rows = TokenRows(open_keys)
-    sparse = attend_to_open_keys(
+    rows = TokenSubset(open_keys)
+    sparse = attend_to_kept_keys(
         half[0][:, -1:].reshape(1, 2, heads, width),
-        OpenKeys.of(rows, *(rows.gather(x) for x in half[1:])),
-        query_rows=TokenRows(torch.ones(2, 1, dtype=torch.bool)),
+        KeptKeys.of(rows, *(rows.gather(x) for x in half[1:])),
+        queries=TokenSubset(torch.ones(2, 1, dtype=torch.bool)),
         visible=None,
         scores=None,
         causal=False,
@@ -556,8 +556,8 @@ def test_position_bias_either_way(pays, monkeypatch):
     small_layers_skip(monkeypatch)
     attended = []
     monkeypatch.setattr(
-        "hf_moa.modeling.cct.sparse_attention.attend_to_open_keys",
-        lambda *args, **kwargs: attended.append(1) or attend_to_open_keys(*args, **kwargs),
+        "hf_moa.modeling.cct.sparse_attention.attend_to_kept_keys",
+        lambda *args, **kwargs: attended.append(1) or attend_to_kept_keys(*args, **kwargs),
     )
     ids = tokens(9)
     expected = build("dense", CASE["T5EncoderModel"])(ids).last_hidden_state
@@ -569,7 +569,7 @@ def test_position_bias_either_way(pays, monkeypatch):
 
 def test_gathering_scores_pays_where_little_is_open():
     def rows(share):
-        return TokenRows(torch.arange(100).view(1, 100) < 100 * share)
+        return TokenSubset(torch.arange(100).view(1, 100) < 100 * share)
 
     assert gathering_scores_pays(rows(0.3), rows(0.3), masked=False)
     assert not gathering_scores_pays(rows(0.5), rows(0.5), masked=False)

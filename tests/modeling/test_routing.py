@@ -6,6 +6,7 @@ import torch
 from common import assert_same_with_gradients, hidden, randomize
 from references import cv_squared
 
+from hf_moa.modeling.core.records import LayerRecord, Record
 from hf_moa.modeling.routing import losses as router_losses
 from hf_moa.modeling.routing import routers as routing
 from hf_moa.modeling.routing.routers import Noise, NoisyTopKRouter, TopKRouter
@@ -161,6 +162,12 @@ def test_load_loss_survives_noise_that_underflows():
     assert all(torch.isfinite(parameter.grad).all() for parameter in made.parameters())
 
 
+def layer_record(**routings):
+    """Of a layer some of whose sub-layers have routers."""
+    empty = {"attention": (), "cross_attention": (), "feed_forward": ()}
+    return LayerRecord(**{name: Record(routings=tuple(r)) for name, r in (empty | routings).items()})
+
+
 @pytest.mark.parametrize("most", [1, 500, 2**20])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", [TopKRouter, NoisyTopKRouter])
@@ -171,9 +178,10 @@ def test_layers_that_are_measured_at_once_are_as_by_themselves(kind, masked, mos
     routers = [router(kind).train() for _ in range(7)]
     routings = [each(x, mask if masked else None) for each in routers]
     ends = [(0, 1), (1, 3), (3, 4), (4, 6), (6, 7)]
-    layers = [("self", 0), ("ffn", 1), ("self", 2), ("ffn", 3), ("cross", 4)]
-    records = [{name: {"routings": routings[slice(*ends[i])]}} for name, i in layers]
-    terms, loads = router_terms([*records, {"self": {"expert_weights": x}}, {"ffn": {"routings": []}}])
+    names = ("attention", "feed_forward", "attention", "feed_forward", "cross_attention")
+    layers = zip(names, range(5), strict=True)
+    records = [layer_record(**{name: routings[slice(*ends[i])]}) for name, i in layers]
+    terms, loads = router_terms([*records, layer_record()])
     inputs = [x, *(parameter for each in routers for parameter in each.parameters())]
     shares = [1, 0.5, 0.5, 1, 0.5, 0.5, 1]
     assert set(terms) == set(routings[0].losses)
@@ -209,7 +217,7 @@ def test_processes_sum_alike_whatever_their_batches(monkeypatch):
         for each in routers:
             each.balances_globally = True
         routings = [each(x) for each in routers]
-        records = [{"ffn": {"routings": routings[:2]}}, {"ffn": {"routings": routings[2:]}}]
+        records = [layer_record(feed_forward=part) for part in (routings[:2], routings[2:])]
         terms, loads = router_terms(records)
         shapes.append(list(summed))
         expected = sum(each.losses["router_balance_loss"] for each in routings) / 2
@@ -225,7 +233,7 @@ def test_terms_are_on_the_device_of_the_last_layer():
     devices = ["meta", "cpu", "meta"]
     x = torch.randn(2, 5, 32, dtype=torch.float64)
     routings = [router().to(device)(x.to(device)) for device in devices]
-    terms, loads = router_terms([{"self": {"routings": [each]}} for each in routings])
+    terms, loads = router_terms([layer_record(attention=[each]) for each in routings])
     assert {x.device.type for x in [*terms.values(), *loads.values()]} == {"meta"}
 
 

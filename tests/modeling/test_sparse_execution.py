@@ -9,11 +9,12 @@ from peft import LoraConfig, get_peft_model
 from torch.func import functional_call, stack_module_state, vmap
 from transformers.pytorch_utils import Conv1D
 
-from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.modeling.attention.flow import AttentionFlow
+from hf_moa.modeling.cct.control import ControlNetwork
+from hf_moa.modeling.cct.execution import Execution, GatedParts, choose_execution
 from hf_moa.modeling.cct.feed_forward import FeedForwardGate
-from hf_moa.modeling.cct.gates import ControlNetwork
 from hf_moa.modeling.cct.skipped_keys import visible_keys
-from hf_moa.modeling.cct.token_subset import Execution, GatedParts, TokenRows, choose_execution, in_steps
+from hf_moa.modeling.cct.token_subset import TokenSubset, in_steps
 from hf_moa.modeling.core.linear_slices import input_slice, is_plain, linear_slice
 from hf_moa.modeling.feed_forward.layers import gated_dense
 
@@ -76,7 +77,7 @@ def test_sizes_on_an_accelerator_are_few():
 @pytest.mark.parametrize("execution", ["auto", "sparse"])
 def test_models_side_by_side_compute_what_each_does(execution, monkeypatch):
     """Under `vmap` no gate can be looked at, so that all is computed."""
-    monkeypatch.setattr("hf_moa.modeling.cct.token_subset._TO_FIND", 0)
+    monkeypatch.setattr("hf_moa.modeling.cct.execution._TO_FIND", 0)
     case = CASE["BertModel"]
     models = [case.build(seed=seed, cct_budgets=[1, 0.5], cct_execution=execution) for seed in (0, 1)]
     ids = case.inputs()["input_ids"]
@@ -222,7 +223,7 @@ def test_one_token_takes_open_parts_side_by_side_at_once(open_parts, kind, monke
 @pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda c: c.family.name)
 def test_all_closed_and_all_open(case, open_gates, monkeypatch):
     monkeypatch.setattr(
-        "hf_moa.modeling.cct.gates.ControlNetwork.forward",
+        "hf_moa.modeling.cct.control.ControlNetwork.forward",
         lambda self, x: x.new_full((*x.shape[:-1], self.out.out_features), open_gates),
     )
     inputs = case.inputs()
@@ -243,24 +244,24 @@ def test_auto_skips_where_enough_is_closed(dtype):
     closed, all_open = torch.zeros(2, 256, dtype=dtype), torch.ones(2, 256, dtype=dtype)
     almost = all_open.clone()
     almost[0, 0] = 0  # 511 of 512, which bfloat16 has not
-    assert choose("auto", closed) is Execution.ROWS
-    assert choose("auto", closed, all_open) is Execution.ROWS
+    assert choose("auto", closed) is Execution.SUBSET
+    assert choose("auto", closed, all_open) is Execution.SUBSET
     assert choose("auto", almost, all_open) is Execution.GATED
-    assert choose("auto", all_open, all_open) is Execution.OPEN
+    assert choose("auto", all_open, all_open) is Execution.ALL_OPEN
     assert choose("auto", closed.to("meta")) is Execution.GATED
     assert choose("dense", closed) is Execution.GATED
-    assert choose("sparse", all_open) is Execution.ROWS
+    assert choose("sparse", all_open) is Execution.SUBSET
     # too small a layer
     assert choose("auto", closed, cost=1_000) is Execution.GATED
-    assert choose("sparse", closed, cost=1_000) is Execution.ROWS
+    assert choose("sparse", closed, cost=1_000) is Execution.SUBSET
 
 
 @pytest.mark.parametrize("few", [0, 64])
 def test_what_is_saved_by_skipping(few, monkeypatch):
     """A part without tokens saves the reading of its matrix, too; one with some, the closed ones."""
-    monkeypatch.setattr("hf_moa.modeling.cct.token_subset._FEW_GATES", few)
+    monkeypatch.setattr("hf_moa.modeling.cct.execution._FEW_GATES", few)
     for name, cost in (("_ROWS_TO_READ", 8), ("_TO_GATHER", 100)):
-        monkeypatch.setattr(f"hf_moa.modeling.cct.token_subset.{name}", cost)
+        monkeypatch.setattr(f"hf_moa.modeling.cct.execution.{name}", cost)
     gates = torch.tensor([[[0, 1, 0, 1], [0, 0, 1, 1]]])  # two tokens, four parts
     parts = GatedParts(gates, 10)
     assert parts.open_tokens() == [0, 1, 1, 2]
@@ -274,14 +275,14 @@ def test_what_is_saved_by_skipping(few, monkeypatch):
 
 
 def test_training_is_dense(monkeypatch):
-    monkeypatch.setattr("hf_moa.modeling.cct.token_subset.TokenRows.__init__", None)
+    monkeypatch.setattr("hf_moa.modeling.cct.token_subset.TokenSubset.__init__", None)
     case = LANGUAGE_MODELS[0]
     build(case, "sparse", cct_budgets=[1, 0.5]).train()(**case.inputs())
 
 
 def test_rows_are_put_back():
     chosen = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
-    rows = TokenRows(chosen)
+    rows = TokenSubset(chosen)
     x = torch.randn(3, 4, 5)
     taken = rows.gather(x)
     torch.testing.assert_close(rows.scatter(taken), x * chosen.unsqueeze(-1), atol=0, rtol=0)
@@ -394,7 +395,7 @@ def test_execution_is_chosen_at_run_time_in_every_stack(name):
     model = CASE[name].build(cct_budgets=[1, 0.5])
     for execution in ("sparse", "dense", "auto"):
         model.set_cct_execution(execution)
-        layers = [m for m in model.modules() if isinstance(m, GatedAttention)]
+        layers = [m for m in model.modules() if isinstance(m, AttentionFlow)]
         gates = [m for m in model.modules() if isinstance(m, FeedForwardGate)]
         assert len(layers) >= len(gates) > 0
         assert {layer.config.cct_execution for layer in layers} == {execution}

@@ -12,7 +12,7 @@ from ..core.precision import without_autocast
 
 class GroupedQueries:
     """An attention layer as transformers' implementations see one whose heads of queries share heads of
-    keys: with `num_key_value_groups`.
+    keys, each `groups` of them one: with `num_key_value_groups`.
 
     Args:
         layer: the layer.
@@ -37,7 +37,11 @@ def eager_attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Plain attention: `[B, heads, T, dh]` -> `[B, T, heads, dh]` and `[B, heads, T, S]`."""
+    """Plain attention: `[B, heads, T, dh]` -> `[B, T, heads, dh]` and `[B, heads, T, S]`. Keys and
+    values may have fewer heads, each of them for as many heads of queries side by side."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
     if position_bias is not None:
         scores = scores + position_bias

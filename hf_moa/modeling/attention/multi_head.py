@@ -1,23 +1,29 @@
-"""The mixture that mixes nothing: plain multi-head attention."""
+"""The mixture that mixes nothing: plain multi-head attention, and what every mixture is to a layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..cache.gate_states import GatePast
-from ..cct.token_subset import TokenRows
+from ..core.records import Record
+
+Linear = Callable[[int, int], nn.Module]
 
 
 class MultiHead(nn.Module):
     """h heads, concatenated.
 
-    Its members are what `GatedAttention` asks of every mixture: `route` decides, `take` is the decision
-    for some of the tokens (`no_mix` for one without a context), `query` makes the heads' queries,
-    `position_bias` the bias of their scores, `output` the layer's output of their contexts; `remembers`
-    says whether `route` needs something of earlier tokens, `window` of how many.
+    Its members are what an attention layer asks of every mixture:
+
+    - to build it: `query_projection`, `output_projection`, `num_kv_heads`, `num_position_biases`;
+    - to run it: `route` decides, `query` makes the heads' queries, `position_bias` the bias of their
+      scores, `output` the layer's output of their contexts;
+    - where tokens are skipped: `take` is the decision for some of the tokens, `no_mix` for one without a
+      context;
+    - in generation: `prepare_cache`, and `remembers`, whether `route` needs something of earlier tokens.
 
     Args:
         num_heads: h.
@@ -29,17 +35,54 @@ class MultiHead(nn.Module):
         self.num_heads = num_heads
         self.head_dim = head_dim
 
+    @classmethod
+    def from_config(
+        cls, config: Any, *, hidden_size: int, num_heads: int, head_dim: int, is_causal: bool
+    ) -> MultiHead:
+        """The mixture of a layer.
+
+        Args:
+            config: a `GatingConfig`.
+            hidden_size, num_heads, head_dim: d, h (k for MoA) and dh.
+            is_causal: its gates see no later token.
+        """
+        return cls(num_heads=num_heads, head_dim=head_dim)
+
+    # heads of keys and values that it must have; None for any number that divides h
+    num_kv_heads: int | None = None
     remembers = False
-    window: int | None = None
+    # whether both projections are what `linear` makes
+    has_plain_projections = True
+    # whether a context's heads are normalised together, or each by itself
+    has_joint_context = True
+
+    @property
+    def num_position_biases(self) -> int:
+        """Columns of a table of relative position biases."""
+        return self.num_heads
+
+    def query_projection(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> nn.Module:
+        """What `query` projects with; `linear` makes the backbone's own of two sizes."""
+        return linear(hidden_size, self.num_heads * self.head_dim)
+
+    def output_projection(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> nn.Module:
+        """What `output` projects with; see `query_projection`."""
+        return linear(self.num_heads * self.head_dim, hidden_size)
 
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, past: GatePast | None = None
-    ) -> tuple[Any, dict]:
-        """The decision for `[B, T, d]` (nothing here), and a record of named tensors."""
-        return None, {}
+        self, hidden_states: Tensor, padding_mask: Tensor | None, place: Any = None
+    ) -> tuple[Any, Record]:
+        """The decision for `[B, T, d]` (nothing here), and what the layer reports.
 
-    def take(self, mix: Any, rows: TokenRows) -> Any:
-        """The decision for some of the tokens, as if they were a batch `[1, n, d]`."""
+        Args:
+            hidden_states: `[B, T, d]`, the inputs of the attention layer.
+            padding_mask: `[B, T]` bool, the real tokens among them; None for all.
+            place: the layer's `CachePlace`, if there is a cache.
+        """
+        return None, Record()
+
+    def take(self, mix: Any, subset: Any) -> Any:
+        """The decision for a `TokenSubset`, as if it were a batch `[1, n, d]`."""
         return mix
 
     def no_mix(self, mix: Any) -> Any:
@@ -55,5 +98,8 @@ class MultiHead(nn.Module):
         return bias
 
     def output(self, linear: nn.Module, context: Tensor, mix: Any) -> Tensor:
-        """`[B, T, h, dh]` -> `[B, T, d]`."""
+        """`[B, T, h, dh]` -> `[B, T, d]`. In inference it may change the context in place."""
         return linear(context.flatten(-2))
+
+    def prepare_cache(self, place: Any) -> None:
+        """Make an empty cache able to hold what `route` needs of earlier tokens."""

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from transformers import BertConfig
 
-from ..core.configuration import GatingConfig, check_activation, check_bool, check_number
+from ..config.gating import GatingConfig
+from ..core.fields import check_activation, check_bool, check_number
 
 
 class MoaBertConfig(GatingConfig, BertConfig):

@@ -11,53 +11,58 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertIntermediate
 from transformers.pytorch_utils import apply_chunking_to_forward
 
-from ..attention.gated_attention import AttentionResult
+from ..attention.build import mixture_and_gates, output_dropout
+from ..attention.flow import Attended, AttentionFlow
 from ..cache.naming import takes_cache_by_any_name
-from ..cct.gates import attention_dropouts
-from ..cct.sparse_attention import SparseAttention
 from ..core.activations import build_activation
+from ..core.records import LayerRecord, Record
 from ..feed_forward.layers import build_feed_forward, build_feed_forward_gate, gated_dense
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
-from ..moa.projections import ExpertInput, ExpertOutput
 from .configuration import MoaBertConfig
 
 
-class MoaBertSelfAttention(SparseAttention):
+class MoaBertSelfAttention(AttentionFlow):
     """BERT's query, key and value; of an expert each for MoA."""
 
     def __init__(self, config: MoaBertConfig, *, layer_idx: int, is_cross_attention: bool):
-        hidden_size, num_heads = config.hidden_size, config.num_attention_heads
-        head_dim = config.attention_head_dim
+        kind = {
+            "is_causal": config.is_decoder and not is_cross_attention,
+            "is_cross_attention": is_cross_attention,
+        }
         super().__init__(
-            config,
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            scaling=head_dim**-0.5,
+            hidden_size=config.hidden_size,
             attention_dropout=config.attention_probs_dropout_prob,
-            output_dropout=config.hidden_dropout_prob,
-            is_causal=config.is_decoder and not is_cross_attention,
-            is_cross_attention=is_cross_attention,
-            gates_are_causal=config.is_decoder,
             layer_idx=layer_idx,
-            norm=partial(nn.LayerNorm, eps=config.layer_norm_eps),
+            **kind,
+            **mixture_and_gates(
+                config,
+                hidden_size=config.hidden_size,
+                num_heads=config.num_attention_heads,
+                head_dim=config.attention_head_dim,
+                gates_are_causal=config.is_decoder,
+                output_dropout=config.hidden_dropout_prob,
+                norm=partial(nn.LayerNorm, eps=config.layer_norm_eps),
+                **kind,
+            ),
         )
-        if self.is_moa:
-            self.query = ExpertInput(
-                num_experts=config.attention_experts,
-                in_features=hidden_size,
-                out_features=head_dim,
-            )
-        else:
-            self.query = nn.Linear(hidden_size, num_heads * head_dim)
-        self.key = nn.Linear(hidden_size, self.num_kv_heads * head_dim)
-        self.value = nn.Linear(hidden_size, self.num_kv_heads * head_dim)
+        self.config = config
+        self.query = self.mixture.query_projection(nn.Linear, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_dim)
+        self.value = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_dim)
+
+    @property
+    def attn_implementation(self) -> str:
+        return self.config._attn_implementation
 
     def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
         return self.mixture.query(self.query, hidden_states, mix)
 
     def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
         return self.key(source), self.value(source)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Attended:
+        """Attention before its output projection, which is in another module; see `attend`."""
+        return self.attend(*args, **kwargs)
 
 
 class MoaBertSublayerOutput(nn.Module):
@@ -81,9 +86,9 @@ class MoaBertSublayerOutput(nn.Module):
         """The sub-layer's input."""
         return self.LayerNorm(hidden_states) if self.pre_norm else hidden_states
 
-    def forward(self, update: Tensor, hidden_states: Tensor) -> Tensor:
-        """The layer's stream with the sub-layer's `update` added."""
-        hidden_states = self.dropout(update) + hidden_states
+    def forward(self, y: Tensor, hidden_states: Tensor) -> Tensor:
+        """The layer's stream with `y`, what the sub-layer gives, added."""
+        hidden_states = self.dropout(y) + hidden_states
         return hidden_states if self.pre_norm else self.LayerNorm(hidden_states)
 
 
@@ -97,27 +102,20 @@ class MoaBertAttention(nn.Module):
         self.self = MoaBertSelfAttention(
             config, layer_idx=layer_idx, is_cross_attention=is_cross_attention
         )
-        if config.attention_type == "moa":
-            dense = ExpertOutput(
-                num_experts=config.attention_experts,
-                in_features=config.attention_head_dim,
-                out_features=config.hidden_size,
-            )
-        else:
-            dense = nn.Linear(config.hidden_size, config.hidden_size)
-        _, dropout = attention_dropouts(config, config.hidden_dropout_prob)
+        dense = self.self.mixture.output_projection(nn.Linear, config.hidden_size)
+        dropout = output_dropout(config, config.hidden_dropout_prob)
         self.output = MoaBertSublayerOutput(config, dense, dropout=dropout)
 
-    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, dict[str, Any]]:
-        result: AttentionResult = self.self(self.output.before(hidden_states), *args, **kwargs)
-        update = self.self.update(self.output.dense, result)
-        return self.output(update, hidden_states), result.record
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, Record]:
+        attended: Attended = self.self(self.output.before(hidden_states), *args, **kwargs)
+        y = self.self.output(self.output.dense, attended)
+        return self.output(y, hidden_states), attended.record
 
 
 class MoaBertLayer(GradientCheckpointingLayer):
     """One layer: self-attention, cross-attention where the model has it, feed-forward.
 
-    Returns the hidden states `[B, T, d]` and the records of its sub-layers by name.
+    Returns the hidden states `[B, T, d]` and the records of its sub-layers.
     """
 
     mae_phase = "mixture"
@@ -164,9 +162,9 @@ class MoaBertLayer(GradientCheckpointingLayer):
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, dict[str, dict[str, Any]]]:
-        records = {}
-        hidden_states, records["self"] = self.attention(
+    ) -> tuple[Tensor, LayerRecord]:
+        cross_record = None
+        hidden_states, record = self.attention(
             hidden_states,
             attention_mask,
             padding_mask=padding_mask,
@@ -179,7 +177,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
                     "encoder_hidden_states need cross-attention layers: set add_cross_attention=True "
                     "in the config."
                 )
-            hidden_states, records["cross"] = self.crossattention(
+            hidden_states, cross_record = self.crossattention(
                 hidden_states,
                 encoder_attention_mask,
                 encoder_hidden_states=encoder_hidden_states,
@@ -188,21 +186,19 @@ class MoaBertLayer(GradientCheckpointingLayer):
                 cache=cache,
                 **kwargs,
             )
-        hidden_states, records["ffn"] = self._feed_forward(hidden_states, padding_mask)
-        return hidden_states, records
+        hidden_states, ffn_record = self._feed_forward(hidden_states, padding_mask)
+        return hidden_states, LayerRecord(record, cross_record, ffn_record)
 
-    def _feed_forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def _feed_forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Record]:
         x = self.output.before(hidden_states)
         if self.feed_forward is not None:
-            update, record = self.feed_forward(x, padding_mask)
+            y, record = self.feed_forward(x, padding_mask)
         elif self.feed_forward_gate is None:
             # chunks of the sequence, where the config asks for them
-            record = {}
-            update = apply_chunking_to_forward(self._dense, self.chunk_size_feed_forward, 1, x)
+            record = Record()
+            y = apply_chunking_to_forward(self._dense, self.chunk_size_feed_forward, 1, x)
         else:
-            update, record = gated_dense(
+            y, record = gated_dense(
                 x,
                 padding_mask,
                 up=[self.intermediate.dense],
@@ -210,7 +206,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
                 down=self.output.dense,
                 gate=self.feed_forward_gate,
             )
-        return self.output(update, hidden_states), record
+        return self.output(y, hidden_states), record
 
     def _dense(self, hidden_states: Tensor) -> Tensor:
         return self.output.dense(self.intermediate(hidden_states))
@@ -227,7 +223,7 @@ class MoaBertEncoder(nn.Module):
         if config.pre_norm:
             self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, list[dict]]:
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, list[LayerRecord]]:
         records = []
         for layer in self.layer:
             hidden_states, record = layer(hidden_states, *args, **kwargs)

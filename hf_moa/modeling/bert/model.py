@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.models.bert.modeling_bert import (
     BertOnlyMLMHead,
@@ -22,18 +21,12 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
-from ..core.gated_model import GatedModel, padding_mask_of
-from ..core.outputs import (
-    MoaMaskedLMOutput,
-    MoaModelOutput,
-    MoaMultipleChoiceOutput,
-    MoaQuestionAnsweringOutput,
-    MoaSequenceClassifierOutput,
-    MoaTokenClassifierOutput,
-    collect_gating,
-    gating_fields,
-)
-from ..core.task_losses import labelled_alone, token_loss, token_share
+from ..core.gated_model import GatedModel
+from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
+from ..core.outputs import MoaMaskedLMOutput, MoaModelOutput, MoaMultipleChoiceOutput
+from ..core.padding import padding_mask_of
+from ..core.task_losses import labelled_only, token_loss, token_share
+from ..core.totals import Call, gating_totals
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
 from .configuration import MoaBertConfig
 from .layers import (
@@ -69,7 +62,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         super().__init__(config)
         self.gradient_checkpointing = False
         self.embeddings = MoaBertEmbeddings(config)
-        self.cct = self._budget_control()
+        self.cct = self._make_budget_control()
         self.encoder = MoaBertEncoder(config)
         self.pooler = BertPooler(config) if add_pooling_layer else None
         self.post_init()
@@ -152,13 +145,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
             last_hidden_state=hidden_states,
             pooler_output=None if self.pooler is None else self.pooler(hidden_states),
             **{CACHE_NAME: cache if use_cache else None},
-            **collect_gating(
-                self.config,
-                records,
-                budget=choice,
-                control=self.cct,
-                requested=requested,
-            ),
+            **gating_totals(records, Call(self.config, requested, choice, self.budget_control)),
         )
 
     def _cache(
@@ -266,24 +253,22 @@ class MoaBertForMaskedLM(MoaBertPreTrainedModel):
         )
         hidden_states = outputs.last_hidden_state
         if self.config.sparse_prediction and self.training and labels is not None:
-            hidden_states, labels = labelled_alone(hidden_states, labels)
+            hidden_states, labels = labelled_only(hidden_states, labels)
         logits = self.cls(hidden_states)
         loss = None
         if labels is not None:
             loss = token_loss(logits, labels, num_items_in_batch=num_items_in_batch)
-        return MoaMaskedLMOutput(
-            loss=self._with_aux_loss(loss, outputs, token_share(labels, num_items_in_batch)),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **gating_fields(outputs),
-        )
+        share = token_share(labels, num_items_in_batch)
+        return output_of(self, MoaMaskedLMOutput, outputs, loss, share, logits=logits)
 
 
-class MoaBertForSequenceClassification(MoaBertPreTrainedModel):
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+
+
+class MoaBertForSequenceClassification(SequenceClassification, MoaBertPreTrainedModel):
     """Gated BERT with a classifier (or regressor) on the pooled output."""
 
-    accepts_loss_kwargs = False  # the loss is a mean over sequences
+    head_inputs = _INPUTS
 
     def __init__(self, config: MoaBertConfig):
         super().__init__(config)
@@ -293,50 +278,14 @@ class MoaBertForSequenceClassification(MoaBertPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    @only_gates_learn_in_gate_phase
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        budget: float | Tensor | None = None,
-        **kwargs: Any,
-    ) -> MoaSequenceClassifierOutput:
-        """See `MoaBertModel.forward`, and:
-
-        Args:
-            labels: `[B]` int64 classes, `[B]` floats for regression, or `[B, classes]` floats for
-                several labels at once (`config.problem_type`).
-        """
-        outputs = self.bert(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            budget=budget,
-            return_dict=True,
-            **kwargs,
-        )
-        logits = self.classifier(self.dropout(outputs.pooler_output))
-        loss = None
-        if labels is not None:
-            loss = ForSequenceClassificationLoss(labels, logits, self.config)
-        return MoaSequenceClassifierOutput(
-            loss=self._with_aux_loss(loss, outputs),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **gating_fields(outputs),
-        )
+    def pooled_logits(self, outputs: MoaModelOutput, inputs: dict[str, Any]) -> Tensor:
+        return self.classifier(self.dropout(outputs.pooler_output))
 
 
-class MoaBertForTokenClassification(MoaBertPreTrainedModel):
+class MoaBertForTokenClassification(TokenClassification, MoaBertPreTrainedModel):
     """Gated BERT with a classifier on each token."""
+
+    head_inputs = _INPUTS
 
     def __init__(self, config: MoaBertConfig):
         super().__init__(config)
@@ -346,53 +295,11 @@ class MoaBertForTokenClassification(MoaBertPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    @only_gates_learn_in_gate_phase
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        budget: float | Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
-    ) -> MoaTokenClassifierOutput:
-        """See `MoaBertModel.forward`, and:
 
-        Args:
-            labels: `[B, T]` int64 classes; -100 is ignored.
-            num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
-        """
-        outputs = self.bert(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            budget=budget,
-            return_dict=True,
-            **kwargs,
-        )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None
-        if labels is not None:
-            loss = token_loss(logits, labels, num_items_in_batch=num_items_in_batch)
-        return MoaTokenClassifierOutput(
-            loss=self._with_aux_loss(loss, outputs, token_share(labels, num_items_in_batch)),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **gating_fields(outputs),
-        )
-
-
-class MoaBertForQuestionAnswering(MoaBertPreTrainedModel):
+class MoaBertForQuestionAnswering(QuestionAnswering, MoaBertPreTrainedModel):
     """Gated BERT with a span classifier: start and end of the answer."""
 
-    accepts_loss_kwargs = False  # the loss is a mean over sequences
+    head_inputs = _INPUTS
 
     def __init__(self, config: MoaBertConfig):
         super().__init__(config)
@@ -400,48 +307,6 @@ class MoaBertForQuestionAnswering(MoaBertPreTrainedModel):
         self.bert = MoaBertModel(config, add_pooling_layer=False)
         self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
-
-    @only_gates_learn_in_gate_phase
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-        budget: float | Tensor | None = None,
-        **kwargs: Any,
-    ) -> MoaQuestionAnsweringOutput:
-        """See `MoaBertModel.forward`, and:
-
-        Args:
-            start_positions, end_positions: `[B]` int64, the answer's first and last token; positions
-                outside the sequence are ignored.
-        """
-        outputs = self.bert(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            budget=budget,
-            return_dict=True,
-            **kwargs,
-        )
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
-        start_logits, end_logits = start_logits.contiguous(), end_logits.contiguous()
-        loss = ForQuestionAnsweringLoss(start_logits, end_logits, start_positions, end_positions)
-        return MoaQuestionAnsweringOutput(
-            loss=self._with_aux_loss(loss, outputs),
-            start_logits=start_logits,
-            end_logits=end_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **gating_fields(outputs),
-        )
 
 
 class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
@@ -496,13 +361,7 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
         # shape: (B * choices, 1) -> (B, choices)
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, num_choices)
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
-        return MoaMultipleChoiceOutput(
-            loss=self._with_aux_loss(loss, outputs),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **gating_fields(outputs),
-        )
+        return output_of(self, MoaMultipleChoiceOutput, outputs, loss, logits=logits)
 
 
 def _classifier_dropout(config: MoaBertConfig) -> float:

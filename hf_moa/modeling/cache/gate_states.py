@@ -9,16 +9,16 @@ and is needed before they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from ..core.tracing import is_traced
-from ..mae.norm import GateBatchNorm
 from .growing import AveragedRows, GrowingKeys, GrowingRows, last_rows
 from .naming import CACHE_NAME
+from .place import CachePlace, is_empty, own_cache
 
 # Inputs that a dynamic layer holds beyond the window, so that as many tokens can be cropped.
 CROP_RESERVE = 128
@@ -53,7 +53,7 @@ class GatePast(NamedTuple):
         """See `GatedDynamicLayer.mean`."""
         return self.layer.mean(self.name, row, valid, size=self.size)
 
-    def scale_and_shift(self, norm: GateBatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def scale_and_shift(self, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`norm.scale_and_shift(dtype)`, made once: weights stay while a cache is filled. Made anew for
         another weight, as another adapter's."""
         kept = self.layer.kept.get(self.name)
@@ -310,32 +310,19 @@ class GatedStaticLayer(_GateStates, StaticLayer):
 _GATED = {DynamicLayer: GatedDynamicLayer, StaticLayer: GatedStaticLayer}
 
 
-def own_cache(cache: Cache, *, cross: bool) -> Cache:
-    """The part of a decoder's cache that is of self-attention, or of cross-attention."""
-    if not isinstance(cache, EncoderDecoderCache):
-        return cache
-    return cache.cross_attention_cache if cross else cache.self_attention_cache
-
-
-def gated_layer(
-    cache: Cache, layer_idx: int, *, cross: bool = False
-) -> GatedDynamicLayer | GatedStaticLayer:
-    """A layer of the decoder's cache, made able to hold gate states.
-
-    Args:
-        cache: the cache.
-        layer_idx: of the layer.
-        cross: its cross-attention layer, instead of the self-attention one.
+def gated_layer(place: CachePlace) -> GatedDynamicLayer | GatedStaticLayer:
+    """The layer of a place in the cache, made able to hold gate states.
 
     Raises:
         ValueError: the cache is of a kind that cannot hold them, or was filled without them.
     """
-    own = own_cache(cache, cross=cross)
-    while len(own.layers) <= layer_idx and own.layer_class_to_replicate is not None:
+    own = place.own
+    while len(own.layers) <= place.layer_idx and own.layer_class_to_replicate is not None:
         own.layers.append(own.layer_class_to_replicate())
-    layer = own.layers[layer_idx]
+    layer = own.layers[place.layer_idx]
     if type(layer) in _GATED and is_empty(layer):
-        own.layers[layer_idx] = layer = _GATED[type(layer)].in_place_of(layer)
+        layer = _GATED[type(layer)].in_place_of(layer)
+        place.replace(layer)
     if not isinstance(layer, _GateStates):
         raise ValueError(
             f"{CACHE_NAME} must be a dynamic or static cache that this model filled, so that its "
@@ -343,30 +330,6 @@ def gated_layer(
             "DynamicCache or StaticCache, or none."
         )
     return layer
-
-
-def check_held_keys(cache: Cache, layer_idx: int, new: Tensor) -> None:
-    """Check that the new keys `[B, heads, T, dh]` go on from those that a cache holds.
-
-    Raises:
-        ValueError: these are of other heads; those of PEFT's prefix tuning are, by default.
-    """
-    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
-        return
-    (_, heads, _, size), (_, held_heads, _, held_size) = new.shape, layer.keys.shape
-    if (heads, size) != (held_heads, held_size):
-        raise ValueError(
-            f"{CACHE_NAME} must hold keys of this model's heads, {heads} of size {size} in layer "
-            f"{layer_idx} (got {held_heads} of size {held_size}). A PrefixTuningConfig makes them so "
-            f"with num_attention_heads={heads}, token_dim={heads * size}."
-        )
-
-
-def is_empty(layer: DynamicLayer | StaticLayer) -> bool:
-    """Whether a layer holds no keys."""
-    # Compiled code meets static layers that were filled eagerly, and those are gated already.
-    return not layer.is_initialized or int(layer.get_seq_length()) == 0
 
 
 def _register_with_exporters() -> None:
@@ -380,8 +343,8 @@ def _register_with_exporters() -> None:
     # named twice: what names it once may be another's, and would be replaced
     @register_export_input_preparer(CACHE_NAME, CACHE_NAME)
     def prepare_layers(model: nn.Module, inputs: dict) -> None:
-        for cross in (False, True):
-            cache = own_cache(inputs[CACHE_NAME], cross=cross)
+        for is_cross in (False, True):
+            cache = own_cache(inputs[CACHE_NAME], is_cross=is_cross)
             for layer_idx, layer in enumerate(getattr(cache, "layers", [])):
                 if hasattr(layer, "for_export"):
                     cache.layers[layer_idx] = layer.for_export()

@@ -12,18 +12,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from torch import Tensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import ModelOutput
 
 PAGED_CACHE = "paged_cache"
 _OLD_NAME = "past_key_values"
 # transformers' own name
 CACHE_NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else _OLD_NAME
-# up to 5.23 the attention implementations themselves add keys to a paged cache
-_IMPLEMENTATIONS_TAKE_PAGED_CACHE = "cache" in inspect.signature(sdpa_attention_forward).parameters
 
 
 def takes_cache_by_any_name(forward: Callable) -> Callable:
@@ -53,27 +48,3 @@ def takes_cache_by_any_name(forward: Callable) -> Callable:
         ]
     )
     return wrapper
-
-
-def cache_field(outputs: ModelOutput) -> dict[str, Any]:
-    """The cache of an output, for another that hands it on."""
-    return {CACHE_NAME: getattr(outputs, CACHE_NAME)}
-
-
-def with_paged_keys(
-    key: Tensor, value: Tensor, kwargs: dict[str, Any], *, layer_idx: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values `[1, heads, n, dh]` of new tokens, added to the paged cache in `kwargs`.
-
-    Args:
-        kwargs: for the attention implementation. The paged cache leaves them, and adds to them what
-            implementations have to know.
-
-    Returns:
-        Those of earlier tokens too; the new ones alone where transformers' implementations do the rest.
-    """
-    paged = kwargs.pop(PAGED_CACHE)
-    if _IMPLEMENTATIONS_TAKE_PAGED_CACHE:
-        kwargs["cache"] = paged
-        return key, value
-    return paged.update(key, value, layer_idx, kwargs=kwargs)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from ..core.precision import in_float64, on_device
 
@@ -168,6 +169,10 @@ class BudgetControl(nn.Module):
         self.half = half
         self.control_symbols = nn.Embedding(len(self.budgets.distinct), hidden_size)
 
+    def initialize(self, scales: Any = None) -> None:
+        if self.symbols_start_at_zero:
+            init.zeros_(self.control_symbols.weight)
+
     @property
     def values(self) -> list[float]:
         """The distinct budgets that `Budget.index` points into."""
@@ -203,6 +208,36 @@ class BudgetControl(nn.Module):
         if isinstance(budget, Tensor) and budget.ndim == 2 and budget.shape[-1] == 2:
             return budget[:, self.half]
         return budget
+
+
+class PairedBudgets(BudgetList):
+    """The budgets of an encoder and a decoder together: pairs of numbers."""
+
+    def halves(
+        self,
+        budget: Any,
+        *,
+        batch_size: int,
+        device: torch.device,
+        training: bool,
+        controls: Sequence[BudgetControl],
+        encoded: Tensor | None = None,
+    ) -> tuple[BudgetIndex, BudgetIndex]:
+        """The encoder's and the decoder's budget of every sequence.
+
+        Args:
+            budget, batch_size, device, training: see `BudgetList.resolve`.
+            controls: of the encoder and of the decoder.
+            encoded: `[B]`, the budgets of an encoder that has run; None before.
+        """
+        pair = self.resolve(
+            budget, batch_size=batch_size, device=device, training=training, first=encoded
+        )
+        encoder, decoder = (
+            BudgetIndex(made_on(device, [control.budgets.position(value) for value in values])[pair])
+            for control, values in zip(controls, zip(*self.distinct, strict=True), strict=True)
+        )
+        return encoder, decoder
 
 
 def _tolerance(budget: Tensor) -> float:

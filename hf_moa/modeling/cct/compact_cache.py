@@ -1,4 +1,4 @@
-"""A cache layer that holds the keys and values of the tokens that CCT does not skip, and no others.
+"""The compact cache: it holds the keys and values of the tokens that CCT does not skip, and no others.
 
 Its memory falls with the budget. `skipped_keys.py` says how attention to them is that to all.
 """
@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from ..cache.gate_states import GatedDynamicLayer, own_cache
-from .skipped_keys import OpenKeys
-from .token_subset import LARGEST_SHARE, TokenRows
+from ..cache.gate_states import GatedDynamicLayer
+from ..cache.place import CachePlace
+from .execution import LARGEST_SHARE
+from .skipped_keys import KeptKeys
+from .token_subset import TokenSubset
 
 # Numbers that a layer's keys are together, from which on it pays to leave skipped ones out: attention to
 # the others takes a dozen small operators more.
@@ -26,14 +27,14 @@ _LEAST_COST = 500_000
 _LEAST_TO_CLOSE_UP = 8
 
 
-class OpenKeysLayer(GatedDynamicLayer):
-    """`keys` and `values` as in `OpenKeys`, of each sequence's tokens whose keys are not skipped.
+class CompactLayer(GatedDynamicLayer):
+    """`keys` and `values` as in `KeptKeys`, of each sequence's tokens whose keys are not skipped.
 
     A step's tokens take one slot in all sequences, empty in those that skip theirs: to find each its
     own would take longer than what is skipped. Every few steps empty slots are closed up.
 
     Attributes:
-        positions: `[B, 1 + K]` int64, as in `OpenKeys`; None before the first token.
+        positions: `[B, 1 + K]` int64, as in `KeptKeys`; None before the first token.
         length: tokens, skipped ones included.
     """
 
@@ -42,41 +43,43 @@ class OpenKeysLayer(GatedDynamicLayer):
     _since_closed_up = 0
 
     @classmethod
-    def in_place_of(cls, layer: GatedDynamicLayer) -> OpenKeysLayer:
+    def in_place_of(cls, layer: GatedDynamicLayer) -> CompactLayer:
         """A layer of this class for one of all keys, whose skipped ones are dropped."""
         opened = super().in_place_of(layer)
         if layer.is_initialized:
             # what is padding counts as neither, and a mask tells of it
             used, full = layer.states["keys"].rows.unbind(dim=-1)
-            rows = TokenRows((used > 0) | (full == 0))
-            keys, values = (rows.gather(x.transpose(1, 2)) for x in (layer.keys, layer.values))
-            opened.keys, opened.values, opened.positions, opened.length = OpenKeys.of(rows, keys, values)
+            subset = TokenSubset((used > 0) | (full == 0))
+            keys, values = (subset.gather(x.transpose(1, 2)) for x in (layer.keys, layer.values))
+            opened.keys, opened.values, opened.positions, opened.length = KeptKeys.of(
+                subset, keys, values
+            )
         return opened
 
     @property
-    def open_keys(self) -> OpenKeys:
-        return OpenKeys(self.keys, self.values, self.positions, self.length)
+    def kept_keys(self) -> KeptKeys:
+        return KeptKeys(self.keys, self.values, self.positions, self.length)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("its shape is not that of the first keys: see update")
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *, rows: TokenRows
+        self, key_states: Tensor, value_states: Tensor, *, subset: TokenSubset
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values `[1, n, kv_heads, dh]`, of `rows` of the next tokens; return all,
+        """Append keys and values `[1, n, kv_heads, dh]`, of some of the next tokens; return all,
         `[B, kv_heads, 1 + K, dh]`."""
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys, self.values, self.positions, _ = OpenKeys.of(rows, key_states, value_states)
+            self.keys, self.values, self.positions, _ = KeptKeys.of(subset, key_states, value_states)
             self.is_initialized = True
-        elif not len(rows):
+        elif not len(subset):
             self._add_nothing()
-        elif rows.chosen.shape[1] == 1:
-            key, value = (rows.scatter(x).transpose(1, 2) for x in (key_states, value_states))
-            return self.append_step(key, value, rows.chosen)
+        elif subset.chosen.shape[1] == 1:
+            key, value = (subset.scatter(x).transpose(1, 2) for x in (key_states, value_states))
+            return self.append_step(key, value, subset.chosen)
         else:
-            self._add(key_states, value_states, rows)
-        self.length += rows.chosen.shape[1]
+            self._add(key_states, value_states, subset)
+        self.length += subset.chosen.shape[1]
         return self.keys, self.values
 
     def append_step(self, key: Tensor, value: Tensor, is_open: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,12 +116,12 @@ class OpenKeysLayer(GatedDynamicLayer):
         if is_closed:
             self.positions = self.positions.clone()
 
-    def _add(self, key: Tensor, value: Tensor, rows: TokenRows) -> None:
+    def _add(self, key: Tensor, value: Tensor, subset: TokenSubset) -> None:
         """Each sequence's behind its last key."""
         self._open_up(torch.promote_types(self.keys.dtype, key.dtype))
         self._close_up()
-        batch, rank = rows.places
-        slots = self.open_keys.is_key.sum(dim=1)[batch] + 1 + rank
+        batch, rank = subset.places
+        slots = self.kept_keys.is_key.sum(dim=1)[batch] + 1 + rank
         more = max(0, int(slots.max()) + 1 - self.positions.shape[1])
         room = self.keys.new_zeros(*self.keys.shape[:2], more, self.keys.shape[3])
         for name, new in (("keys", key), ("values", value)):
@@ -127,12 +130,12 @@ class OpenKeysLayer(GatedDynamicLayer):
             held[batch, :, slots] = new.squeeze(0).to(held.dtype)
             setattr(self, name, held)
         self.positions = nn.functional.pad(self.positions, (0, more), value=-1)
-        self.positions[batch, slots] = rows.positions + self.length
+        self.positions[batch, slots] = subset.positions + self.length
 
     def _close_up(self, *, if_smaller: bool = False) -> None:
         """Leave no empty slot before a sequence's last key; `if_smaller`: only if fewer slots do."""
         self._since_closed_up = 0
-        is_taken = self.open_keys.is_key
+        is_taken = self.kept_keys.is_key
         is_taken[:, 0] = True
         size = int(is_taken.sum(dim=1).max())
         has_none = bool((is_taken[:, 1:] <= is_taken[:, :-1]).all())
@@ -151,7 +154,7 @@ class OpenKeysLayer(GatedDynamicLayer):
         own = ("positions", "length", "_since_closed_up")
         layer.__dict__.update({k: v for k, v in self.__dict__.items() if k not in own})
         if self.is_initialized:
-            batch, slots = self.open_keys.is_key.nonzero(as_tuple=True)
+            batch, slots = self.kept_keys.is_key.nonzero(as_tuple=True)
             for name in ("keys", "values"):
                 held = getattr(self, name)
                 shape = (held.shape[0], held.shape[1], self.length, held.shape[3])
@@ -187,10 +190,10 @@ class OpenKeysLayer(GatedDynamicLayer):
         self.positions = positions[:, :size]
 
 
-def open_keys_pay(
+def compact_cache_pays(
     layer: GatedDynamicLayer, kv_gate: Tensor | None, *, size: int, token_cost: int
 ) -> bool:
-    """Whether attention is faster to the open keys alone than to all, as measured on a CPU.
+    """Whether attention is faster to the kept keys only than to all, as measured on a CPU.
 
     Args:
         layer: of the cache, before this call.
@@ -214,24 +217,17 @@ def open_keys_pay(
     return bool(used <= LARGEST_SHARE * full)
 
 
-def open_in_place(cache: Cache, layer_idx: int, *, cross: bool) -> OpenKeysLayer | None:
-    """Make a dynamic layer of the decoder's cache hold open keys alone from now on; None for one that
-    is offloaded.
-
-    Args:
-        cache: the cache.
-        layer_idx: of the layer.
-        cross: its cross-attention layer, instead of the self-attention one.
-    """
-    own = own_cache(cache, cross=cross)
-    if own.offloading:
+def make_compact(place: CachePlace) -> CompactLayer | None:
+    """Make a dynamic layer of the cache hold only kept keys from now on; None for one that is
+    offloaded."""
+    if place.own.offloading:
         return None
-    own.layers[layer_idx] = layer = OpenKeysLayer.in_place_of(own.layers[layer_idx])
+    layer = CompactLayer.in_place_of(place.layer)
+    place.replace(layer)
     return layer
 
 
-def spread_open_keys(cache: Cache, layer_idx: int, *, cross: bool) -> None:
-    """Make a layer hold all keys, for attention that needs them."""
-    layers = own_cache(cache, cross=cross).layers
-    if layer_idx < len(layers) and isinstance(layers[layer_idx], OpenKeysLayer):
-        layers[layer_idx] = layers[layer_idx].spread()
+def spread_compact(place: CachePlace) -> None:
+    """Make a layer of the cache hold all keys, for attention that needs them."""
+    if isinstance(place.layer, CompactLayer):
+        place.replace(place.layer.spread())

@@ -7,12 +7,15 @@ heads are always computed and stand outside. Padding is never counted.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.precision import at_least_float32
+from ..core.records import LayerRecord
+from ..core.slots import TOTALS
+from ..core.totals import Call, Totals, total
 from .budgets import made_on
 
 
@@ -114,20 +117,19 @@ class FeedForwardUse(NamedTuple):
         return share.sum(dim=-2) * (self.part_cost * self.gates.shape[-1])
 
 
-def costs_by_kind(records: list[dict[str, dict[str, Any]]]) -> list[Tensor]:
+def costs_by_kind(records: list[LayerRecord]) -> list[Tensor]:
     """Cost of each sequence, used and full, of all layers' attention, feed-forward, ...: `[B, 2]` each.
 
-    Layers that differ in their gates alone are counted at once: many small operators would cost more
+    Layers that differ only in their gates are counted at once: many small operators would cost more
     than CCT saves in a short text.
 
     Args:
-        records: one dict per layer: sub-layer name -> its record, with its `use`.
+        records: one per layer, with the use of each sub-layer.
     """
     kinds: dict[tuple, list[AttentionUse | FeedForwardUse]] = {}
     for layer in records:
-        for name, record in layer.items():
-            use = record["use"]
-            kinds.setdefault((name, *use.kind), []).append(use)
+        for name, record in layer.parts.items():
+            kinds.setdefault((name, *record.use.kind), []).append(record.use)
     return [_stacked_uses(uses).per_sequence().sum(dim=0) for uses in kinds.values()]
 
 
@@ -184,3 +186,27 @@ def budget_loss(cost: Tensor, *, index: Tensor, budgets: list[float]) -> Tensor:
     excess = (per_group(used) - target).abs() / target.clamp(min=1)
     share = member.mean(dim=0)
     return (share * excess * (group_full > 0)).sum()
+
+
+@TOTALS.filled_by("cct")
+def cct_totals(records: list[LayerRecord], call: Call) -> Totals:
+    """The budget loss and the compute of all layers, and with `output_cct_gates` their gates."""
+    cost = total(costs_by_kind(records))
+    index, values = call.budget.index.to(cost.device), call.control.values
+    fields = {
+        "budget": made_on(cost.device, values, cost.dtype)[index],
+        "compute_cost": cost.detach(),
+        "compute_fraction": compute_fraction(cost).detach(),
+    }
+    if call.requested["cct_gates"]:
+        fields["cct_gates"] = tuple(map(_gates, records))
+    loss = budget_loss(cost, index=index, budgets=values)
+    return Totals({"budget_loss": (call.config.cct_budget_loss_coef, loss)}, fields)
+
+
+def _gates(layer: LayerRecord) -> dict[str, Tensor]:
+    attention, cross = layer.attention.use, layer.cross_attention
+    gates = {"kv": attention.kv, "query": attention.query, "ffn": layer.feed_forward.use.gates}
+    if cross is not None:
+        gates |= {"cross_kv": cross.use.kv, "cross_query": cross.use.query}
+    return {name: gate for name, gate in gates.items() if gate is not None}

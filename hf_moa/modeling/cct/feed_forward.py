@@ -1,17 +1,24 @@
-"""CCT's part in a feed-forward layer: M parts, each with its own gate (Bapna et al. 2020)."""
+"""CCT's part in a feed-forward layer: M parts, each with its own gate (Bapna et al. 2020).
+
+`FeedForwardGate` gates slices of a dense layer's hidden activation; `GatedFeedForward` has M networks of
+their own, each with the paper's LayerNorms. Which of the two computes only some of the tokens, and how,
+is in `sparse_feed_forward.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..routing.routers import Routing
+from ..core.linear_slices import is_plain
+from ..core.macs import Macs
+from ..core.records import Record
+from .control import ControlNetwork
 from .costs import FeedForwardUse
-from .gates import ControlNetwork
-from .token_subset import Execution, GatedParts, TokenRows, choose_execution
+from .execution import Execution, GatedParts, choose_execution
+from .sparse_feed_forward import sparse_parts, sparse_slices
 
 
 class FeedForwardGate(nn.Module):
@@ -47,12 +54,10 @@ class FeedForwardGate(nn.Module):
             starts_open=starts_open,
         )
 
-    def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """`[B, T, d]` -> gates `[B, T, M]`, and the record of their `use`."""
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Record]:
+        """`[B, T, d]` -> gates `[B, T, M]`, and the record of their use."""
         gates = self.control(hidden_states)
-        return gates, {"use": FeedForwardUse(self.part_cost, gates, padding_mask)}
+        return gates, Record(use=FeedForwardUse(self.part_cost, gates, padding_mask))
 
     def choose_execution(self, gates: Tensor) -> Execution:
         """How this call is computed."""
@@ -69,16 +74,36 @@ class FeedForwardGate(nn.Module):
         parts = torch.unflatten(activation, -1, (self.num_splits, -1))
         return (parts * gates.unsqueeze(-1).to(parts.dtype)).flatten(-2)
 
+    def compute(
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None,
+        *,
+        up: Sequence[nn.Module],
+        activation: Callable[..., Tensor],
+        down: nn.Module,
+    ) -> tuple[Tensor, Record]:
+        """A dense layer with its slices gated; see `feed_forward.layers.gated_dense`."""
+        gates, record = self(x, padding_mask)
+        execution = self.choose_execution(gates)
+        if execution is Execution.SUBSET and all(map(is_plain, (*up, down))):
+            return sparse_slices(x, gates, up=up, activation=activation, down=down), record
+        hidden = activation(*(matrix(x) for matrix in up))
+        return down(hidden if execution is Execution.ALL_OPEN else self.split(hidden, gates)), record
+
+    def count_macs(self, x: Tensor, *args: object, **kwargs: object) -> Macs:
+        return Macs(0, 0, x.shape[:-1].numel() * self.num_splits * self.part_cost)
+
 
 class GatedFeedForward(nn.Module):
     """`sum_m g_m LN_out_m(F_m(LN_in_m(x)))`, for M parts with parameters of their own.
 
     Args:
-        parts: the M networks F_m; each maps `(x, padding_mask)` to `(y, record)`.
+        parts: the M networks F_m; each maps `(x, padding_mask)` to `(y, record)`. Where each
+            `computes_tokens_alone`, it can skip some.
         gate: their gates.
         hidden_size: d.
         norm: makes LN for a width.
-        parts_are_rowwise: whether a part computes each token by itself: then it can skip some.
     """
 
     def __init__(
@@ -88,45 +113,28 @@ class GatedFeedForward(nn.Module):
         *,
         hidden_size: int,
         norm: Callable[[int], nn.Module],
-        parts_are_rowwise: bool,
     ):
         super().__init__()
-        self.parts_are_rowwise = parts_are_rowwise
+        self.computes_tokens_alone = all(part.computes_tokens_alone for part in parts)
         self.gate = gate
         self.parts = nn.ModuleList(parts)
-
         self.input_norms = nn.ModuleList(norm(hidden_size) for _ in parts)
         self.output_norms = nn.ModuleList(norm(hidden_size) for _ in parts)
 
-    def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """`[B, T, d]` -> `[B, T, d]` and the record, with `routings` of the parts that have experts."""
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Record]:
+        """`[B, T, d]` -> `[B, T, d]` and the record, with the routings of parts that have experts."""
         gates, record = self.gate(hidden_states, padding_mask)
         execution = self.gate.choose_execution(gates)
-        if self.parts_are_rowwise and execution is Execution.ROWS:
-            return self._sparse(hidden_states, gates), record
+        networks = list(zip(self.input_norms, self.parts, self.output_norms, strict=True))
+        if execution is Execution.SUBSET and self.computes_tokens_alone:
+            return sparse_parts(hidden_states, gates, networks), record
         output = torch.zeros_like(hidden_states)
-        routings: list[Routing] = []
-        modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
-        for m, (part, input_norm, output_norm) in enumerate(modules):
+        routings: tuple = ()
+        for m, (input_norm, part, output_norm) in enumerate(networks):
             y, part_record = part(input_norm(hidden_states), padding_mask)
             y = output_norm(y)
-            if execution is not Execution.OPEN:
+            if execution is not Execution.ALL_OPEN:
                 y = y * gates[..., m : m + 1].to(y.dtype)
             output = output + y
-            routings += part_record.get("routings", [])
-        return output, record | {"routings": routings}
-
-    def _sparse(self, hidden_states: Tensor, gates: Tensor) -> Tensor:
-        """The same, of each part's tokens with an open gate."""
-        output = None
-        modules = zip(self.parts, self.input_norms, self.output_norms, strict=True)
-        parts_rows = TokenRows.of_parts(gates > 0)
-        for rows, (part, input_norm, output_norm) in zip(parts_rows, modules, strict=True):
-            if len(rows):
-                y = output_norm(part(input_norm(rows.gather(hidden_states)), None)[0])
-                if output is None:  # a part may compute in another dtype than its inputs'
-                    output = y.new_zeros(hidden_states.shape)
-                rows.add_to(output, y)
-        return torch.zeros_like(hidden_states) if output is None else output
+            routings += part_record.routings
+        return output, record._replace(routings=routings)

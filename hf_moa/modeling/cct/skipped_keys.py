@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.precision import at_least_float32, autocasts, without_autocast
-from .token_subset import TokenRows
+from .token_subset import TokenSubset
 
 
-class OpenKeys(NamedTuple):
+class KeptKeys(NamedTuple):
     """The keys of S tokens that are not skipped, each sequence's behind one another.
 
     Attributes:
@@ -31,11 +31,11 @@ class OpenKeys(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, rows: TokenRows, key: Tensor, value: Tensor) -> OpenKeys:
-        """Of `key` and `value` `[1, n, kv_heads, dh]` of the tokens `rows`."""
-        key, value = (rows.pad(x, before=1).transpose(1, 2) for x in (key, value))
-        position = rows.pad((rows.positions + 1).unsqueeze(0), before=1) - 1
-        return cls(key, value, position, rows.chosen.shape[1])
+    def of(cls, subset: TokenSubset, key: Tensor, value: Tensor) -> KeptKeys:
+        """Of `key` and `value` `[1, n, kv_heads, dh]` of the tokens in a subset."""
+        key, value = (subset.pad(x, before=1).transpose(1, 2) for x in (key, value))
+        position = subset.pad((subset.positions + 1).unsqueeze(0), before=1) - 1
+        return cls(key, value, position, subset.chosen.shape[1])
 
     @property
     def is_key(self) -> Tensor:
@@ -122,24 +122,24 @@ def scores_to_add(
     return scores + attention_mask
 
 
-def gathering_scores_pays(query_rows: TokenRows, key_rows: TokenRows, *, masked: bool) -> bool:
-    """Whether attention with a position bias is faster to the open keys than to all, as measured on a
+def gathering_scores_pays(queries: TokenSubset, key_subset: TokenSubset, *, masked: bool) -> bool:
+    """Whether attention with a position bias is faster to the kept keys than to all, as measured on a
     CPU: each sequence then has a bias of its own, as it has under a mask.
 
     Args:
         masked: there is an attention mask.
     """
-    if key_rows.chosen.shape[1] < _LEAST_LENGTH:
+    if key_subset.chosen.shape[1] < _LEAST_LENGTH:
         return False
-    share = len(query_rows) * len(key_rows) / (query_rows.chosen.numel() * key_rows.chosen.numel())
+    share = len(queries) * len(key_subset) / (queries.chosen.numel() * key_subset.chosen.numel())
     return share < (0.4 if masked else 0.12)
 
 
-def attend_to_open_keys(
+def attend_to_kept_keys(
     query: Tensor,
-    keys: OpenKeys,
+    keys: KeptKeys,
     *,
-    query_rows: TokenRows,
+    queries: TokenSubset,
     visible: Tensor | None,
     scores: Tensor | None,
     causal: bool,
@@ -148,9 +148,9 @@ def attend_to_open_keys(
     """Contexts of the tokens whose queries are computed.
 
     Args:
-        query: `[1, n, heads, dh]`, of `query_rows`.
-        keys: of `heads` heads, or of one for all.
-        query_rows: the tokens whose queries are not skipped.
+        query: `[1, n, heads, dh]`, of `queries`.
+        keys: of `heads` heads, or of fewer, each for as many heads of queries side by side.
+        queries: the tokens whose queries are not skipped.
         visible: `[B or 1, S]` bool, keys that count at all, skipped or not; None for all.
         scores: `[B or 1, heads or 1, T, S]`, added to the scores; None for nothing.
         causal: without `scores`: queries see no later key. Then T = S.
@@ -163,7 +163,7 @@ def attend_to_open_keys(
     batch_size = len(keys.position)
     dtype = torch.promote_types(query.dtype, torch.float32)
     # shape: (B, heads, most queries, dh)
-    query = query_rows.pad(query).transpose(1, 2)
+    query = queries.pad(query).transpose(1, 2)
     if scores is None and not causal:
         bias = _bias(keys, visible, dtype)
     else:
@@ -171,13 +171,15 @@ def attend_to_open_keys(
         if all_are_visible:
             visible = keys.position.new_ones(batch_size, keys.length, dtype=torch.bool)
         if scores is None:
-            bias = _causal_bias(query_rows, keys, visible, dtype)
+            bias = _causal_bias(queries, keys, visible, dtype)
         elif all_are_visible and scores.shape[0] == scores.shape[2] == 1 and not torch.is_grad_enabled():
             bias = _bias_of_step(scores, keys)
         else:
-            bias = _bias_of_scores(scores, query_rows, keys, visible)
+            bias = _bias_of_scores(scores, queries, keys, visible)
     key, value = keys.key, keys.value
-    if key.shape[1] == 1 and heads > 1:
+    if 1 < key.shape[1] < heads:
+        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    elif key.shape[1] == 1 and heads > 1:
         if bias.shape[1] == bias.shape[2] == 1:
             # shape: (B, heads, Q, dh) -> (B, 1, Q * heads, dh): further queries
             query = query.transpose(1, 2).flatten(1, 2).unsqueeze(1)
@@ -191,7 +193,7 @@ def attend_to_open_keys(
         query, key, value, attn_mask=bias, scale=scaling
     )
     context = context.transpose(1, 2).reshape(batch_size, -1, heads, context.shape[-1])
-    return query_rows.unpad(context)
+    return queries.unpad(context)
 
 
 # What is added to the scores: -inf in slots without a key and for keys that are not seen, and in slot 0
@@ -199,7 +201,7 @@ def attend_to_open_keys(
 # padding, has 1 for it: its context is zero.
 
 
-def _bias(keys: OpenKeys, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _bias(keys: KeptKeys, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The same for every query and head: `[B, 1, 1, 1 + K]`."""
     if visible is None:
         taken = keys.is_key
@@ -212,23 +214,23 @@ def _bias(keys: OpenKeys, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
     return taken.log()[:, None, None]
 
 
-def _causal_bias(query_rows: TokenRows, keys: OpenKeys, visible: Tensor, dtype: torch.dtype) -> Tensor:
+def _causal_bias(queries: TokenSubset, keys: KeptKeys, visible: Tensor, dtype: torch.dtype) -> Tensor:
     """`[B, 1, Q, 1 + K]`, of queries that see no later key."""
     # positions from 1 on: 0 is padding
-    position = query_rows.pad((query_rows.positions + 1).unsqueeze(0)).unsqueeze(2)
+    position = queries.pad((queries.positions + 1).unsqueeze(0)).unsqueeze(2)
     taken = keys.among(visible).unsqueeze(1) & (keys.position.unsqueeze(1) < position)
     skipped = (visible & keys.skipped).cumsum(dim=1)
-    number = query_rows.pad(query_rows.gather(skipped))
+    number = queries.pad(queries.gather(skipped))
     number = torch.where(taken.any(dim=2) | (number > 0), number, 1)
     taken = taken.to(dtype)
     taken[..., 0] = number
     return taken.log().unsqueeze(1)
 
 
-def _bias_of_scores(scores: Tensor, query_rows: TokenRows, keys: OpenKeys, visible: Tensor) -> Tensor:
+def _bias_of_scores(scores: Tensor, queries: TokenSubset, keys: KeptKeys, visible: Tensor) -> Tensor:
     """`[B, heads or 1, Q, 1 + K]`."""
     infinity, batch_size = float("inf"), len(keys.position)
-    position = query_rows.pad(query_rows.positions.unsqueeze(0))
+    position = queries.pad(queries.positions.unsqueeze(0))
     # shape: (B, heads or 1, T) -> (B, heads or 1, Q)
     total = _sum_of_skipped(scores, visible & keys.skipped)
     total = total.gather(2, position.unsqueeze(1).expand(-1, total.shape[1], -1))
@@ -246,7 +248,7 @@ def _bias_of_scores(scores: Tensor, query_rows: TokenRows, keys: OpenKeys, visib
     return bias
 
 
-def _bias_of_step(scores: Tensor, keys: OpenKeys) -> Tensor:
+def _bias_of_step(scores: Tensor, keys: KeptKeys) -> Tensor:
     """The same of one query for each sequence, of scores that all sequences share, outside of a graph:
     in fewer operators."""
     scores = scores[0, :, 0]  # [heads, S]

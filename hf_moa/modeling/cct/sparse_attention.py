@@ -1,4 +1,9 @@
-"""Attention that skips the tokens whose CCT gates are closed, and gives what it would if it did not."""
+"""A fast form of CCT's attention: tokens with closed gates are skipped, and the result is that of all.
+
+A token whose query is skipped adds only the output projection's bias. One whose key is skipped has K = 0
+and V = 0, and is no part of a cache where that saves time: see `skipped_keys.py` and `compact_cache.py`.
+The plain form is `AttentionGates.attend_all`.
+"""
 
 from __future__ import annotations
 
@@ -7,245 +12,265 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.gated_attention import AttentionCall, AttentionResult, GatedAttention
+from ..attention.flow import Attended, AttentionCall, AttentionFlow
 from ..cache.gate_states import GatedDynamicLayer, gated_layer
-from ..core.linear_slices import is_plain, takes_rows
+from ..core.linear_slices import is_plain, takes_subsets
+from ..core.records import Record
 from ..core.tracing import is_traced, is_transformed
-from .compact_cache import OpenKeysLayer, open_in_place, open_keys_pay
-from .gates import AttentionGates
+from .compact_cache import CompactLayer, compact_cache_pays, make_compact, spread_compact
+from .execution import Execution, GatedParts, choose_execution
 from .skipped_keys import (
-    OpenKeys,
-    attend_to_open_keys,
+    KeptKeys,
+    attend_to_kept_keys,
     gathering_scores_pays,
     scores_to_add,
     visible_keys,
 )
-from .token_subset import Execution, GatedParts, TokenRows, choose_execution
+from .token_subset import TokenSubset
 
 
-class SparseAttention(GatedAttention):
-    """`GatedAttention` that skips tokens in eval, as the config's `cct_execution` says.
+def may_skip(module: nn.Module, call: AttentionCall, gates: Tensor) -> bool:
+    """Whether the gates of an `AttentionGates` are hard, can be looked at, and may skip something."""
+    if module.execution == "dense" or module.training or module.is_soft or call.is_paged:
+        return False
+    return not (is_traced(gates) or is_transformed(gates))
 
-    A token whose query is skipped adds nothing but the output projection's bias. One whose key is
-    skipped has K = 0 and V = 0, and is no part of a cache where that saves time; see `skipped_keys.py`.
+
+def attend_sparsely(
+    module: Any, layer: AttentionFlow, call: AttentionCall, gates: Any, mix: Any, record: Record
+) -> Attended:
+    """`AttentionGates.attend`, in the form that is fastest.
+
+    Args:
+        module: the `AttentionGates`.
+        layer, call, mix, record: as for `AttentionGates.attend`.
+        gates: its `AttentionGateValues`.
     """
+    sparse = _SparseCall(module, layer, call, gates, mix, record)
+    execution = sparse.choose_execution()
+    if execution is Execution.SUBSET:
+        return sparse.attend_of_subset()
+    if execution is Execution.COMPACT_KEYS:
+        return sparse.attend_of_step()
+    all_open = execution is Execution.ALL_OPEN
+    return module.attend_all(layer, call, gates, mix, record, all_open=all_open)
 
-    def update(self, linear: nn.Module, result: AttentionResult) -> Tensor:
-        """What the layer adds to the stream, `[B, T, d]`: `linear` is its output projection."""
-        rows = result.rows
-        if rows is not None and not takes_rows(linear):
-            mix = None if result.mix is None else rows.scatter(result.mix)
-            return self.mixture.output(linear, rows.scatter(result.context), mix)
-        update = self.mixture.output(linear, result.context, result.mix)
-        if rows is None:
-            return update
-        if is_plain(linear):
-            return rows.scatter(update, linear.bias)
-        # a bias that may be elsewhere: what the projection makes of nothing
-        nothing = result.context.new_zeros(1, 1, *result.context.shape[2:])
-        fill = self.mixture.output(linear, nothing, self.mixture.no_mix(result.mix))
-        return rows.scatter(update, fill.flatten())
 
-    def _compute(
-        self, call: AttentionCall, gates: AttentionGates | None, mix: Any, record: dict[str, Any]
-    ) -> AttentionResult:
-        if gates is None or not self._may_skip(call, gates):
-            return self._compute_all(call, gates, mix, record)
-        cached = self._cached_open_keys(call, gates)
-        execution = self._choose_execution(gates, cached)
-        if execution is Execution.ROWS:
-            return self._compute_rows(call, gates, mix, record, cached)
-        if execution is Execution.OPEN_KEYS:
-            return self._compute_step(call, gates, mix, record, cached)
-        return self._compute_all(call, gates, mix, record, all_open=execution is Execution.OPEN)
+def output_of_subset(layer: AttentionFlow, linear: nn.Module, attended: Attended) -> Tensor:
+    """The output of a layer some of whose tokens were computed, `[B, T, d]`."""
+    subset, mixture = attended.subset, layer.mixture
+    if not takes_subsets(linear):
+        mix = None if attended.mix is None else subset.scatter(attended.mix)
+        return mixture.output(linear, subset.scatter(attended.context), mix)
+    output = mixture.output(linear, attended.context, attended.mix)
+    if is_plain(linear):
+        return subset.scatter(output, linear.bias)
+    # a bias that may be elsewhere: what the projection makes of nothing
+    nothing = attended.context.new_zeros(1, 1, *attended.context.shape[2:])
+    fill = mixture.output(linear, nothing, mixture.no_mix(attended.mix))
+    return subset.scatter(output, fill.flatten())
 
-    def _may_skip(self, call: AttentionCall, gates: AttentionGates) -> bool:
-        """Whether gates are hard, can be looked at, and may skip something."""
-        if self.config.cct_execution == "dense" or self.training or self.cct.is_soft or call.is_paged:
-            return False
-        return not (is_traced(gates.query) or is_transformed(gates.query))
 
-    def _choose_execution(self, gates: AttentionGates, cached: OpenKeysLayer | None) -> Execution:
-        """How this call is computed, behind a cache of open keys or without one."""
-        wanted = self.config.cct_execution
-        on_open_keys = wanted == "auto" and cached is not None
+class _SparseCall:
+    """One call of a layer; see `attend_sparsely`."""
+
+    def __init__(
+        self,
+        module: Any,
+        layer: AttentionFlow,
+        call: AttentionCall,
+        gates: Any,
+        mix: Any,
+        record: Record,
+    ):
+        self.module, self.layer, self.call = module, layer, call
+        self.gates, self.mix, self.record = gates, mix, record
+        self.is_sdpa = layer.attn_implementation == "sdpa"
+        self.takes_subsets = all(map(takes_subsets, layer.children()))
+        self.cached = self._compact_layer()
+
+    def choose_execution(self) -> Execution:
+        """How the call is computed, behind a compact cache or without one."""
+        wanted, gates, cost = self.module.execution, self.gates, self.module.cost
+        on_compact = wanted == "auto" and self.cached is not None
         batch_size, length = gates.query.shape
-        if on_open_keys and (batch_size == 1 or length > 1):
+        if on_compact and (batch_size == 1 or length > 1):
             wanted = "sparse"
-        parts = [GatedParts(gates.query, self.cost.query)]
+        parts = [GatedParts(gates.query, cost.query)]
         if gates.kv is not None:
-            parts.append(GatedParts(gates.kv, self.cost.kv))
+            parts.append(GatedParts(gates.kv, cost.kv))
         execution = choose_execution(wanted, *parts)
-        if execution is Execution.ROWS and not self._takes_rows():
+        if execution is Execution.SUBSET and not self.takes_subsets:
             return Execution.GATED
-        if on_open_keys and execution is not Execution.ROWS:
-            return Execution.OPEN_KEYS
+        if on_compact and execution is not Execution.SUBSET:
+            return Execution.COMPACT_KEYS
         return execution
 
-    def _takes_rows(self) -> bool:
-        return all(map(takes_rows, self.children()))
-
-    def _compute_rows(
-        self,
-        call: AttentionCall,
-        gates: AttentionGates,
-        mix: Any,
-        record: dict[str, Any],
-        cached: OpenKeysLayer | None,
-    ) -> AttentionResult:
-        """The same as the dense flow, of the tokens whose gates are open."""
-        query_rows = TokenRows(gates.query > 0)
-        key_rows = None if call.source is None else TokenRows(gates.kv > 0)
-        row_mix = self.mixture.take(mix, query_rows)
-        query, key, value = self._project_rows(call, query_rows, key_rows, row_mix)
+    def attend_of_subset(self) -> Attended:
+        """The tokens with open gates."""
+        call, layer, gates = self.call, self.layer, self.gates
+        queries = TokenSubset(gates.query > 0)
+        keys = None if call.source is None else TokenSubset(gates.kv > 0)
+        subset_mix = layer.mixture.take(self.mix, queries)
+        query, key, value = self._project(queries, keys, subset_mix)
         attentions = None
-        if cached is not None or self._leaves_keys_out(call, query_rows, key_rows):
-            keys = self._open_keys(call, cached, key, value, key_rows)
+        if self.cached is not None or self._leaves_keys_out(queries, keys):
+            kept = self._kept_keys(key, value, keys)
             context = query  # of the same shape; all there is, where no token asks
-            if len(query_rows):
-                context = self._attend_to_open_keys(call, query, query_rows, keys, mix)
+            if len(queries):
+                context = self._attend_to_kept_keys(query, queries, kept)
         else:
             if key is not None:
-                key, value = key_rows.scatter(key), key_rows.scatter(value)
-            key, value = self._key_value(call, key, value)
-            context, attentions = self._attend(call, query_rows.scatter(query), key, value, mix)
-            context = query_rows.gather(context)
-        context = self.cct.norm_context(context)
-        record["use"] = self._use(call, gates)
-        return AttentionResult(context, attentions, row_mix, record, query_rows)
+                key, value = keys.scatter(key), keys.scatter(value)
+            if call.place is not None:
+                layer.prepare_cache(call.place.cache)
+                spread_compact(call.place)
+            query = queries.scatter(query)
+            # they are rotated already
+            unrotated = call._replace(position_embeddings=None)
+            query, key, value = layer.with_cached(unrotated, query, key, value)
+            context, attentions = layer.attend_to(call, query, key, value, self.mix)
+            context = queries.gather(context)
+        context = self.module.norm_context(context)
+        record = self.module.with_use(call, gates, self.record)
+        return Attended(context, attentions, subset_mix, record, queries)
 
-    def _compute_step(
-        self,
-        call: AttentionCall,
-        gates: AttentionGates,
-        mix: Any,
-        record: dict[str, Any],
-        cached: OpenKeysLayer,
-    ) -> AttentionResult:
-        """The same of one token for each sequence, all of them computed, behind a cache of open keys."""
-        query, key, value = self.project(call.hidden_states, call.source, mix)
+    def attend_of_step(self) -> Attended:
+        """One token for each sequence, all of them computed, behind a compact cache."""
+        call, layer = self.call, self.layer
+        query, key, value = layer.project(call.hidden_states, call.source, self.mix)
         if key is not None:
-            key, value = self.cct.key_norm(key), self.cct.value_norm(value)
-        keys = self._open_keys_of_step(call, cached, key, value, gates)
-        rows = TokenRows.all_of(query)
-        context = self._attend_to_open_keys(call, rows.gather(query), rows, keys, mix)
-        context = self.cct.gate_context(rows.scatter(context), gates.query)
-        record["use"] = self._use(call, gates)
-        return AttentionResult(context, None, mix, record)
+            key, value = self.module.key_norm(key), self.module.value_norm(value)
+            query, key = self._rotate(query, key, *(call.position_embeddings or ()))
+        kept = self._kept_keys_of_step(key, value)
+        every = TokenSubset.all_of(query)
+        context = self._attend_to_kept_keys(every.gather(query), every, kept)
+        context = self.module.gate_context(every.scatter(context), self.gates.query)
+        return Attended(context, None, self.mix, self.module.with_use(call, self.gates, self.record))
 
-    def _project_rows(
-        self, call: AttentionCall, query_rows: TokenRows, key_rows: TokenRows | None, row_mix: Any
+    def _project(
+        self, queries: TokenSubset, keys: TokenSubset | None, subset_mix: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`project`, of the tokens `query_rows` and `key_rows`, and the norms of keys and values."""
-        x = query_rows.gather(call.hidden_states)
-        if not self.is_cross_attention and query_rows.is_all and key_rows.is_all:
-            query, key, value = self.project(x, x, row_mix)
+        """Queries `[1, n, heads, dh]` of some tokens, keys and values `[1, m, kv_heads * dh]` of others,
+        normed and rotated."""
+        call, layer = self.call, self.layer
+        x = queries.gather(call.hidden_states)
+        if not layer.is_cross_attention and queries.is_all and keys.is_all:
+            query, key, value = layer.project(x, x, subset_mix)
         else:
-            query, key, value = self.project_query(x, row_mix), None, None
+            query, key, value = layer.project_query(x, subset_mix), None, None
             if call.source is not None:
-                key, value = self.project_key_value(key_rows.gather(call.source))
-        if key is not None:
-            key, value = self.cct.key_norm(key), self.cct.value_norm(value)
+                key, value = layer.project_key_value(keys.gather(call.source))
+        if key is None:
+            return query, None, None
+        key, value = self.module.key_norm(key), self.module.value_norm(value)
+        if layer.rotate is not None:
+            embeddings = [x.expand(*queries.chosen.shape, -1) for x in call.position_embeddings]
+            query, _ = self._rotate(query, None, *map(queries.gather, embeddings))
+            _, key = self._rotate(None, key, *map(keys.gather, embeddings))
         return query, key, value
 
-    def _leaves_keys_out(
-        self, call: AttentionCall, query_rows: TokenRows, key_rows: TokenRows | None
-    ) -> bool:
-        """Whether attention without a cache leaves skipped keys out too."""
-        if not self._is_sdpa() or call.cache is not None:
-            return False
-        if call.position_bias is None or self.config.cct_execution == "sparse":
-            return True
-        return gathering_scores_pays(query_rows, key_rows, masked=call.attention_mask is not None)
-
-    def _cached_open_keys(self, call: AttentionCall, gates: AttentionGates) -> OpenKeysLayer | None:
-        """The layer of the cache that holds open keys alone, or does from this call on."""
-        if call.cache is None:
-            return None
-        place = {"layer_idx": self.layer_idx, "cross": self.is_cross_attention}
-        layer = gated_layer(call.cache, **place)
-        if isinstance(layer, OpenKeysLayer):
-            return layer if self._is_sdpa() else None
-        if type(layer) is not GatedDynamicLayer or not self._opens(layer, gates):
-            return None
-        return open_in_place(call.cache, **place)
-
-    def _opens(self, layer: GatedDynamicLayer, gates: AttentionGates) -> bool:
-        """Whether a layer of the cache holds open keys alone from now on."""
-        pays = self.config.cct_execution == "sparse" or open_keys_pay(
-            layer,
-            gates.kv,
-            size=self.num_kv_heads * self.head_dim,
-            token_cost=self.cost.query + self.cost.kv,
+    def _rotate(self, query: Any, key: Any, *embeddings: Tensor) -> tuple[Any, Any]:
+        """Queries `[B, T, heads, dh]` and keys `[B, T, kv_heads * dh]`, rotated; None stays."""
+        layer = self.layer
+        if layer.rotate is None:
+            return query, key
+        q = k = None
+        if query is not None:
+            q = query.transpose(1, 2)
+        if key is not None:
+            k = torch.unflatten(key, -1, (layer.num_kv_heads, layer.head_dim)).transpose(1, 2)
+        q_rotated, k_rotated = layer.rotate(k if q is None else q, q if k is None else k, *embeddings)
+        return (
+            None if q is None else q_rotated.transpose(1, 2),
+            None if k is None else k_rotated.transpose(1, 2).flatten(2),
         )
-        return pays and self._is_sdpa() and self._takes_rows()
 
-    def _open_keys(
-        self,
-        call: AttentionCall,
-        cached: OpenKeysLayer | None,
-        key: Tensor | None,
-        value: Tensor | None,
-        rows: TokenRows | None,
-    ) -> OpenKeys:
-        """All keys that are not skipped: those of `rows`, `[1, n, num_kv_heads * dh]` (None where they
+    def _leaves_keys_out(self, queries: TokenSubset, keys: TokenSubset | None) -> bool:
+        """Whether attention without a cache leaves skipped keys out too."""
+        call = self.call
+        if not self.is_sdpa or call.place is not None:
+            return False
+        if call.position_bias is None or self.module.execution == "sparse":
+            return True
+        return gathering_scores_pays(queries, keys, masked=call.attention_mask is not None)
+
+    def _compact_layer(self) -> CompactLayer | None:
+        """The layer of the cache, where it is compact or becomes so with this call."""
+        place = self.call.place
+        if place is None:
+            return None
+        held = gated_layer(place)
+        if isinstance(held, CompactLayer):
+            return held if self.is_sdpa else None
+        if type(held) is not GatedDynamicLayer or not self._becomes_compact(held):
+            return None
+        return make_compact(place)
+
+    def _becomes_compact(self, held: GatedDynamicLayer) -> bool:
+        layer, cost = self.layer, self.module.cost
+        pays = self.module.execution == "sparse" or compact_cache_pays(
+            held,
+            self.gates.kv,
+            size=layer.num_kv_heads * layer.head_dim,
+            token_cost=cost.query + cost.kv,
+        )
+        return pays and self.is_sdpa and self.takes_subsets
+
+    def _kept_keys(
+        self, key: Tensor | None, value: Tensor | None, subset: TokenSubset | None
+    ) -> KeptKeys:
+        """All keys that are not skipped: those of a subset, `[1, n, num_kv_heads * dh]` (None where they
         are cached), and the cached ones."""
         if key is not None:
-            shape = (self.num_kv_heads, self.head_dim)
+            shape = (self.layer.num_kv_heads, self.layer.head_dim)
             key, value = (torch.unflatten(x, -1, shape) for x in (key, value))
-            if cached is None:
-                return OpenKeys.of(rows, key, value)
-            self._cache(call).update(key, value, self.layer_idx, rows=rows)
-            self._note_updated(call)
-        return cached.open_keys
+            if self.cached is None:
+                return KeptKeys.of(subset, key, value)
+            place = self.call.place
+            place.own.update(key, value, place.layer_idx, subset=subset)
+            place.note_filled()
+        return self.cached.kept_keys
 
-    def _open_keys_of_step(
-        self,
-        call: AttentionCall,
-        cached: OpenKeysLayer,
-        key: Tensor | None,
-        value: Tensor | None,
-        gates: AttentionGates,
-    ) -> OpenKeys:
+    def _kept_keys_of_step(self, key: Tensor | None, value: Tensor | None) -> KeptKeys:
         """The same of all tokens' keys and values, `[B, S, num_kv_heads * dh]`."""
-        rows = None
-        if key is not None and cached.is_initialized and not self.is_cross_attention:
-            shape = (self.num_kv_heads, self.head_dim)
+        subset = None
+        if key is not None and self.cached.is_initialized and not self.layer.is_cross_attention:
+            shape = (self.layer.num_kv_heads, self.layer.head_dim)
             key, value = (torch.unflatten(x, -1, shape).transpose(1, 2) for x in (key, value))
-            cached.append_step(key, value, gates.kv > 0)
-            return cached.open_keys
+            self.cached.append_step(key, value, self.gates.kv > 0)
+            return self.cached.kept_keys
         if key is not None:
-            rows = TokenRows(gates.kv > 0)
-            key, value = rows.gather(key), rows.gather(value)
-        return self._open_keys(call, cached, key, value, rows)
+            subset = TokenSubset(self.gates.kv > 0)
+            key, value = subset.gather(key), subset.gather(value)
+        return self._kept_keys(key, value, subset)
 
-    def _attend_to_open_keys(
-        self, call: AttentionCall, query: Tensor, query_rows: TokenRows, keys: OpenKeys, mix: Any
-    ) -> Tensor:
-        """Contexts `[1, n, heads, dh]` of the queries of `query_rows`."""
-        length = query_rows.chosen.shape[1]
+    def _attend_to_kept_keys(self, query: Tensor, queries: TokenSubset, kept: KeptKeys) -> Tensor:
+        """Contexts `[1, n, heads, dh]` of the queries of a subset."""
+        call, layer = self.call, self.layer
+        length = queries.chosen.shape[1]
         is_simple, visible = visible_keys(
             call.attention_mask,
             call.kv_mask,
             num_queries=length,
-            num_keys=keys.length,
-            causal=self.is_causal,
+            num_keys=kept.length,
+            causal=layer.is_causal,
         )
         scores = None
         if not is_simple or call.position_bias is not None:
             bias = call.position_bias
             scores = scores_to_add(
                 None if is_simple else call.attention_mask,
-                None if bias is None else self.mixture.position_bias(bias, mix),
-                causal=self.is_causal,
-                like=query.new_empty(1, 1, length, keys.length),
+                None if bias is None else layer.mixture.position_bias(bias, self.mix),
+                causal=layer.is_causal,
+                like=query.new_empty(1, 1, length, kept.length),
             )
-        return attend_to_open_keys(
+        return attend_to_kept_keys(
             query,
-            keys,
-            query_rows=query_rows,
+            kept,
+            queries=queries,
             visible=visible,
             scores=scores,
-            causal=self.is_causal and length > 1,
-            scaling=self.scaling,
+            causal=layer.is_causal and length > 1,
+            scaling=layer.scaling,
         )

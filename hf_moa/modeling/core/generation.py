@@ -13,7 +13,7 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from ..attention.gated_attention import GatedAttention
+from ..attention.flow import AttentionFlow
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
 
 
@@ -90,7 +90,7 @@ class GatedGenerationMixin(GenerationMixin):
             return
         decoder = self.decoder if self.config.is_encoder_decoder else self
         for module in decoder.modules():
-            if isinstance(module, GatedAttention):
+            if isinstance(module, AttentionFlow):
                 module.prepare_cache(cache)
         if generation_config.is_assistant:
             cache.activate_past_recording()  # the layers that were asked before are replaced

@@ -24,7 +24,7 @@ def is_watched(module: nn.Module) -> bool:
     )
 
 
-def takes_rows(module: nn.Module) -> bool:
+def takes_subsets(module: nn.Module) -> bool:
     """Whether a layer may be handed some of a batch's tokens as `[1, n, d]`. Adapters want the batch:
     they may treat its sequences differently. (FTG's are copies of what they adapt.)"""
     # `hasattr` takes long to say no

@@ -1,4 +1,4 @@
-"""Model outputs: transformers' own, with the fields of the gates; and how layers' records add up."""
+"""Model outputs: transformers' own, with the fields of the gates."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import ModelOutput
 
-from ..cct.budgets import Budget, BudgetControl, made_on
-from ..cct.costs import budget_loss, compute_fraction, costs_by_kind
-from ..routing.totals import router_terms
-from .configuration import GATING_OUTPUT_FIELDS
+from .totals import total
 
+# Fields of the batch, where all others have an entry for each sequence.
 _OF_THE_BATCH = (
     "aux_loss",
     "encoder_aux_loss",
@@ -42,28 +40,29 @@ _OF_THE_BATCH = (
 
 
 @dataclass
-class _WithAuxLoss(ModelOutput):
-    """An output some of whose fields belong to the batch, where all else has rows.
+class _WithBatchTerms(ModelOutput):
+    """An output some of whose fields belong to the batch.
 
-    In inference (without gradients and labels) they are attributes and no entries: transformers'
-    pipelines split every entry of an output into rows, and beam search repeats each.
+    In inference (without gradients and labels) it does not have them: transformers' pipelines split
+    every entry of an output by sequence, and beam search repeats each. They are in `batch_terms` then, a
+    dict beside the entries.
     """
 
     def __post_init__(self):
         super().__post_init__()
-        trains = self.aux_loss is not None and self.aux_loss.requires_grad
-        if not trains and getattr(self, "loss", None) is None:
+        self.batch_terms = {}
+        if not torch.is_grad_enabled() and getattr(self, "loss", None) is None:
             for name in _OF_THE_BATCH:
                 if name in self:
+                    self.batch_terms[name] = self[name]
                     OrderedDict.__delitem__(self, name)
+                    object.__setattr__(self, name, None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As its parent's, which goes through all fields for each: a good part of a decoding step."""
-        if name not in self.__dataclass_fields__:
-            return super().__setattr__(name, value)
-        if value is not None:
+        if name in self.__dataclass_fields__ and value is not None:
             OrderedDict.__setitem__(self, name, value)
-        return object.__setattr__(self, name, value)
+        object.__setattr__(self, name, value)
 
     def to_tuple(self) -> tuple:
         """As the backbone's, the gates' fields behind: captured hidden states and attentions join an
@@ -71,14 +70,20 @@ class _WithAuxLoss(ModelOutput):
         return tuple(self[field.name] for field in dataclasses.fields(self) if field.name in self)
 
 
+def batch_term(outputs: Any, name: str) -> Any:
+    """A field of the batch, also of an output of inference; None where there is none."""
+    found = getattr(outputs, name, None)
+    return getattr(outputs, "batch_terms", {}).get(name) if found is None else found
+
+
 @dataclass
-class GatingOutput(_WithAuxLoss):
+class GatingOutput(_WithBatchTerms):
     """The fields that gates add to an output. Each is None where it does not apply.
 
     Attributes:
         aux_loss: scalar, the weighted sum of the auxiliary terms over all layers. In training mode
-            `loss` includes it; in eval `loss` is the task's alone. Without gradients and labels it is
-            an attribute but no entry of the output.
+            `loss` includes it; in eval `loss` is the task's only. Without gradients and labels, this and
+            the other fields of the batch are in `batch_terms` instead.
         aux_losses: the unweighted terms by name, each a scalar without gradient, for logging.
         task_loss: scalar, where `loss` includes auxiliary terms: the loss without them.
         expert_load: by the part of the layer that routers serve (`attention`, `cross_attention`,
@@ -110,7 +115,7 @@ class GatingOutput(_WithAuxLoss):
 
 
 @dataclass
-class GatingSeq2SeqOutput(_WithAuxLoss):
+class GatingSeq2SeqOutput(_WithBatchTerms):
     """The same for encoder-decoder models.
 
     Attributes:
@@ -150,60 +155,6 @@ class GatingSeq2SeqOutput(_WithAuxLoss):
     decoder_cct_gates: tuple[dict[str, Tensor], ...] | None = None
 
 
-def gating_fields(outputs: ModelOutput) -> dict[str, Any]:
-    """The gates' fields of a base model's output, for the output of its head."""
-    found = {name: getattr(outputs, name, None) for name in GATING_OUTPUT_FIELDS}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def collect_gating(
-    config,
-    records: list[dict[str, dict[str, Any]]],
-    *,
-    budget: Budget | None,
-    control: BudgetControl | None,
-    requested: dict[str, bool],
-) -> dict[str, Any]:
-    """Add up the records of all layers to the fields of `GatingOutput`.
-
-    Args:
-        config: a `GatingConfig`, for the coefficients.
-        records: one dict per layer: sub-layer name ("self", "cross", "ffn") -> its record.
-        budget: the budgets of the call, with CCT.
-        control: what `budget` comes from.
-        requested: `router_logits`, `expert_weights`, `cct_gates` -> whether to return them.
-    """
-    terms, loads = router_terms(records)
-    fields: dict[str, Any] = {}
-    if budget is not None:
-        cost = _total(costs_by_kind(records))
-        index = budget.index.to(cost.device)
-        terms["budget_loss"] = budget_loss(cost, index=index, budgets=control.values)
-        fields["budget"] = made_on(cost.device, control.values, cost.dtype)[index]
-        fields["compute_cost"] = cost.detach()
-        fields["compute_fraction"] = compute_fraction(cost).detach()
-    if terms:
-        coefficients = {
-            "router_balance_loss": config.router_balance_loss_coef,
-            "router_z_loss": config.router_z_loss_coef,
-            "router_importance_loss": config.router_importance_loss_coef,
-            "router_load_loss": config.router_load_loss_coef,
-            "budget_loss": config.cct_budget_loss_coef,
-        }
-        # a term that weighs nothing stays out of the graph
-        weighted = [coefficients[name] * term for name, term in terms.items() if coefficients[name]]
-        fields["aux_loss"] = _total(weighted or [terms[name].new_zeros(()) for name in terms])
-        fields["aux_losses"] = {name: term.detach() for name, term in terms.items()}
-    fields["expert_load"] = loads or None
-    for name in ("router_logits", "expert_weights"):
-        if requested[name]:
-            fields[name] = _per_layer(records, "self", name)
-            fields[f"cross_{name}"] = _per_layer(records, "cross", name)
-    if requested["cct_gates"] and budget is not None:
-        fields["cct_gates"] = tuple(_cct_gates(layer) for layer in records)
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 def merge_gating(encoder: ModelOutput, decoder: ModelOutput) -> dict[str, Any]:
     """The fields of `GatingSeq2SeqOutput` from the two halves' outputs.
 
@@ -215,44 +166,31 @@ def merge_gating(encoder: ModelOutput, decoder: ModelOutput) -> dict[str, Any]:
     fields: dict[str, Any] = {
         f"{half}_{name}": getattr(outputs, name, None)
         for half, outputs in halves.items()
-        for name in ("aux_loss", "compute_fraction", "router_logits", "expert_weights", "cct_gates")
+        for name in ("compute_fraction", "router_logits", "expert_weights", "cct_gates")
     }
+    aux_losses = {
+        f"{half}_aux_loss": batch_term(outputs, "aux_loss") for half, outputs in halves.items()
+    }
+    fields |= aux_losses
     for name in ("cross_router_logits", "cross_expert_weights"):
         fields[name] = decoder.get(name)
-    for name in ("aux_loss", "compute_cost"):
-        found = [getattr(outputs, name, None) for outputs in halves.values()]
+    costs = [getattr(outputs, "compute_cost", None) for outputs in halves.values()]
+    for name, found in (("aux_loss", aux_losses.values()), ("compute_cost", costs)):
         found = [tensor for tensor in found if tensor is not None]
-        fields[name] = _total(found) if found else None
+        fields[name] = total(found) if found else None
     if fields["compute_cost"] is not None:
-        fields["compute_fraction"] = compute_fraction(fields["compute_cost"])
+        used, full = fields["compute_cost"].unbind(dim=-1)
+        fields["compute_fraction"] = torch.where(full > 0, used / full.clamp(min=1), 1.0)
     for field in ("aux_losses", "expert_load"):
         fields[field] = {
             f"{half}_{name}": value
             for half, outputs in halves.items()
-            for name, value in (getattr(outputs, field, None) or {}).items()
+            for name, value in (batch_term(outputs, field) or {}).items()
         } or None
     budgets = [getattr(outputs, "budget", None) for outputs in halves.values()]
     if all(budget is not None for budget in budgets):
         fields["budget"] = torch.stack([budget.to(budgets[-1]) for budget in budgets], dim=-1)
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _total(tensors: list[Tensor]) -> Tensor:
-    """The sum of tensors that may lie on several devices, on the device of the last."""
-    return sum(tensor.to(tensors[-1].device) for tensor in tensors)
-
-
-def _per_layer(records: list, part: str, name: str) -> tuple[Tensor, ...] | None:
-    found = tuple(layer[part][name] for layer in records if name in layer.get(part, {}))
-    return found or None
-
-
-def _cct_gates(layer: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    uses = {name: record["use"] for name, record in layer.items()}
-    gates = {"kv": uses["self"].kv, "query": uses["self"].query, "ffn": uses["ffn"].gates}
-    if "cross" in uses:
-        gates["cross_kv"], gates["cross_query"] = uses["cross"].kv, uses["cross"].query
-    return {name: gate for name, gate in gates.items() if gate is not None}
 
 
 @dataclass

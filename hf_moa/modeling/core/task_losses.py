@@ -35,7 +35,7 @@ def token_share(labels: Tensor | None, num_items_in_batch=None) -> Tensor | floa
     return local / torch.as_tensor(num_items_in_batch, device=local.device)
 
 
-def labelled_alone(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def labelled_only(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """`[B, T, d]` and `[B, T]` -> `[n, d]` and `[n]`: the n positions that have a label."""
     labels = labels.to(hidden_states.device)
     has_label = labels != IGNORE_INDEX

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 from transformers.utils import logging
 
-from ..core.configuration import check_bool, fail
+from ..core.fields import check_bool, fail
 
 # In a `try`, so that a checkpoint's code loads where PEFT is not installed.
 try:

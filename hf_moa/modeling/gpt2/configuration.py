@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from transformers import GPT2Config
 
-from ..core.configuration import GatingConfig, check_activation, check_int
+from ..config.gating import GatingConfig
+from ..core.fields import check_activation, check_int
 
 
 class MoaGPT2Config(GatingConfig, GPT2Config):

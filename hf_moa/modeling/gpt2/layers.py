@@ -13,58 +13,63 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.pytorch_utils import Conv1D
 
+from ..attention.build import mixture_and_gates, output_dropout
+from ..attention.flow import AttentionFlow
 from ..attention.functions import upcast_attention_forward
 from ..cache.naming import takes_cache_by_any_name
-from ..cct.gates import attention_dropouts
-from ..cct.sparse_attention import SparseAttention
 from ..core.activations import build_activation
 from ..core.linear_slices import linear_slice
+from ..core.records import LayerRecord, Record
 from ..feed_forward.layers import build_feed_forward, build_feed_forward_gate, gated_dense
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
-from ..moa.projections import ExpertInput, ExpertOutput
 from .configuration import MoaGPT2Config
 
 
-class MoaGPT2Attention(SparseAttention):
+class MoaGPT2Attention(AttentionFlow):
     """GPT-2's attention: `c_attn` makes queries, keys and values, `c_proj` the output.
 
-    In cross-attention, and for MoA, `c_attn` makes keys and values only and `q_attn` the queries.
-    Returns the update `[B, T, d]`, the attention probabilities (or None) and the layer's record.
+    In cross-attention, and where a mixture projects queries in its own way, `c_attn` makes keys and
+    values only and `q_attn` the queries. Returns `[B, T, d]`, the attention probabilities (or None) and
+    the layer's record.
     """
 
     output_projection = "c_proj"
 
     def __init__(self, config: MoaGPT2Config, *, layer_idx: int, is_cross_attention: bool = False):
-        d, num_heads, head_dim = config.n_embd, config.n_head, config.attention_head_dim
+        d, head_dim = config.n_embd, config.attention_head_dim
         scaling = head_dim**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scaling /= layer_idx + 1
+        kind = {"is_causal": not is_cross_attention, "is_cross_attention": is_cross_attention}
         super().__init__(
-            config,
             hidden_size=d,
-            num_heads=num_heads,
-            head_dim=head_dim,
             scaling=scaling,
             attention_dropout=config.attn_pdrop,
-            output_dropout=config.resid_pdrop,
-            is_causal=not is_cross_attention,
-            is_cross_attention=is_cross_attention,
-            gates_are_causal=True,
             layer_idx=layer_idx,
-            norm=partial(nn.LayerNorm, eps=config.layer_norm_epsilon),
+            **kind,
+            **mixture_and_gates(
+                config,
+                hidden_size=d,
+                num_heads=config.n_head,
+                head_dim=head_dim,
+                gates_are_causal=True,
+                output_dropout=config.resid_pdrop,
+                norm=partial(nn.LayerNorm, eps=config.layer_norm_epsilon),
+                **kind,
+            ),
         )
-        self.is_fused = not (is_cross_attention or self.is_moa)
+        self.config = config
+        self.is_fused = not is_cross_attention and self.mixture.has_plain_projections
         kv_size = self.num_kv_heads * head_dim
         self.c_attn = Conv1D((3 if self.is_fused else 2) * kv_size, d)
-        if self.is_moa:
-            experts = {"num_experts": config.attention_experts}
-            self.q_attn = ExpertInput(in_features=d, out_features=head_dim, **experts)
-            self.c_proj = ExpertOutput(in_features=head_dim, out_features=d, **experts)
-        else:
-            if is_cross_attention:
-                self.q_attn = Conv1D(d, d)
-            self.c_proj = Conv1D(d, d)
-        self.resid_dropout = nn.Dropout(attention_dropouts(config, config.resid_pdrop)[1])
+        if not self.is_fused:
+            self.q_attn = self.mixture.query_projection(_conv1d, d)
+        self.c_proj = self.mixture.output_projection(_conv1d, d)
+        self.resid_dropout = nn.Dropout(output_dropout(config, config.resid_pdrop))
+
+    @property
+    def attn_implementation(self) -> str:
+        return self.config._attn_implementation
 
     def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
         if self.is_fused:
@@ -85,15 +90,13 @@ class MoaGPT2Attention(SparseAttention):
         query, key, value = self.c_attn(hidden_states).chunk(3, dim=-1)
         return torch.unflatten(query, -1, (-1, self.head_dim)), key, value
 
-    def forward(
-        self, hidden_states: Tensor, *args, **kwargs
-    ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-        result = super().forward(hidden_states, *args, **kwargs)
-        update = self.update(self.c_proj, result)
-        return self.resid_dropout(update), result.attentions, result.record
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None, Record]:
+        attended = self.attend(hidden_states, *args, **kwargs)
+        y = self.output(self.c_proj, attended)
+        return self.resid_dropout(y), attended.attentions, attended.record
 
     def attention_function(self) -> Callable:
-        if self.config._attn_implementation == "eager" and self.config.reorder_and_upcast_attn:
+        if self.attn_implementation == "eager" and self.config.reorder_and_upcast_attn:
             return upcast_attention_forward
         return super().attention_function()
 
@@ -110,8 +113,8 @@ class MoaGPT2MLP(GPT2MLP):
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        update, record = gated_dense(
+    ) -> tuple[Tensor, Record]:
+        y, record = gated_dense(
             hidden_states,
             padding_mask,
             up=[self.c_fc],
@@ -119,13 +122,13 @@ class MoaGPT2MLP(GPT2MLP):
             down=self.c_proj,
             gate=self.gate,
         )
-        return self.dropout(update), record
+        return self.dropout(y), record
 
 
 class MoaGPT2Block(GradientCheckpointingLayer):
     """One layer: self-attention, cross-attention where the model has it, feed-forward.
 
-    Returns the hidden states `[B, T, d]` and the records of its sub-layers by name.
+    Returns the hidden states `[B, T, d]` and the records of its sub-layers.
     """
 
     mae_phase = "mixture"
@@ -163,23 +166,23 @@ class MoaGPT2Block(GradientCheckpointingLayer):
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, dict[str, dict[str, Any]]]:
-        records = {}
-        update, _, records["self"] = self.attn(
+    ) -> tuple[Tensor, LayerRecord]:
+        cross_record = None
+        y, _, record = self.attn(
             self.ln_1(hidden_states),
             attention_mask,
             padding_mask=padding_mask,
             cache=cache,
             **kwargs,
         )
-        hidden_states = hidden_states + update
+        hidden_states = hidden_states + y
         if encoder_hidden_states is not None:
             if not hasattr(self, "crossattention"):
                 raise ValueError(
                     "encoder_hidden_states need cross-attention layers: set add_cross_attention=True "
                     "in the config."
                 )
-            update, _, records["cross"] = self.crossattention(
+            y, _, cross_record = self.crossattention(
                 self.ln_cross_attn(hidden_states),
                 encoder_attention_mask,
                 encoder_hidden_states=encoder_hidden_states,
@@ -188,6 +191,10 @@ class MoaGPT2Block(GradientCheckpointingLayer):
                 cache=cache,
                 **kwargs,
             )
-            hidden_states = hidden_states + update
-        update, records["ffn"] = self.mlp(self.ln_2(hidden_states), padding_mask)
-        return hidden_states + self.mlp_dropout(update), records
+            hidden_states = hidden_states + y
+        y, ffn_record = self.mlp(self.ln_2(hidden_states), padding_mask)
+        return hidden_states + self.mlp_dropout(y), LayerRecord(record, cross_record, ffn_record)
+
+
+def _conv1d(size_in: int, size_out: int) -> Conv1D:
+    return Conv1D(size_out, size_in)

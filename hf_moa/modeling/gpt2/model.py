@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -22,21 +21,21 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ..cache.naming import CACHE_NAME, cache_field, takes_cache_by_any_name
-from ..core.gated_model import GatedModel, padding_mask_of
+from ..attention.packed import refuse_packed_texts
+from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+from ..core.gated_model import GatedModel
 from ..core.generation import GatedGenerationMixin
+from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
+from ..core.initialization import InitScales
 from ..core.outputs import (
     MoaBaseModelOutput,
     MoaCausalLMOutput,
-    MoaQuestionAnsweringOutput,
     MoaSequenceClassifierOutputWithPast,
-    MoaTokenClassifierOutput,
-    collect_gating,
-    gating_fields,
 )
+from ..core.padding import padding_mask_of
 from ..core.task_losses import next_token_labels, token_loss, token_share
+from ..core.totals import Call, gating_totals
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
-from ..mae.mixture import refuse_packed_rows
 from .configuration import MoaGPT2Config
 from .layers import MoaGPT2Attention, MoaGPT2Block
 
@@ -59,19 +58,17 @@ class MoaGPT2PreTrainedModel(GatedModel, GPT2PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, MoaGPT2Attention) and isinstance(module.c_proj, Conv1D):
-            init.normal_(module.c_proj.weight, std=self._attention_init_std()[1])
+            init.normal_(module.c_proj.weight, std=self._init_scales().output)
 
     def _run_to_count(self, tokens: Tensor) -> None:
         # without a mask, transformers looks for padding in the tokens, which have no numbers
         self(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
 
-    def _attention_init_std(self) -> tuple[float, float]:
+    def _init_scales(self) -> InitScales:
         std = self.config.initializer_range
         # projections into the residual stream start smaller with depth, as GPT-2's do
-        return std, std / math.sqrt(2 * self.config.n_layer)
-
-    def _feed_forward_init_std(self) -> tuple[float, float]:
-        return self._attention_init_std()
+        small = std / math.sqrt(2 * self.config.n_layer)
+        return InitScales(std, small, std, small, self.config.n_head)
 
 
 class MoaGPT2Model(MoaGPT2PreTrainedModel):
@@ -86,7 +83,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
         self.gradient_checkpointing = False
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
-        self.cct = self._budget_control()
+        self.cct = self._make_budget_control()
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(MoaGPT2Block(config, layer_idx) for layer_idx in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
@@ -148,8 +145,8 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
         past = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
             position_ids = self._positions(length, past, inputs_embeds.device)
-        elif attention_mask is None and cache is None:
-            refuse_packed_rows(self.config, position_ids)
+        elif attention_mask is None and cache is None and self.h[0].attn.mixture.remembers:
+            refuse_packed_texts(position_ids)
         if padding_mask is None:
             padding_mask = padding_mask_of(attention_mask, length, past)
         budgets = self._resolve_budget(inputs_embeds, budget)
@@ -188,9 +185,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
         return MoaBaseModelOutput(
             last_hidden_state=self.ln_f(hidden_states),
             **{CACHE_NAME: cache if use_cache else None},
-            **collect_gating(
-                self.config, records, budget=budgets, control=self.cct, requested=requested
-            ),
+            **gating_totals(records, Call(self.config, requested, budgets, self.budget_control)),
         )
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
@@ -251,7 +246,7 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
             logits_to_keep: compute the logits of this many last positions (0: all), or of the
                 positions in a 1-D tensor.
             num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
-            kwargs: among others `shift_labels` `[B, T]`, labels that are shifted already, in the place
+            kwargs: among others `shift_labels` `[B, T]`, labels that are shifted already, instead
                 of what `labels` give (as `Trainer` hands them out where it splits sequences).
         """
         # no parameter of its own: `Trainer` takes every one with "label" in its name for required
@@ -277,21 +272,28 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
             targets = next_token_labels(labels) if shift_labels is None else shift_labels
             loss = token_loss(logits, targets, num_items_in_batch=num_items_in_batch)
             share = token_share(targets, num_items_in_batch)
-        return MoaCausalLMOutput(
-            loss=self._with_aux_loss(loss, outputs, share),
-            logits=logits,
-            **cache_field(outputs),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-            **gating_fields(outputs),
-        )
+        return output_of(self, MoaCausalLMOutput, outputs, loss, share, logits=logits)
 
 
-class MoaGPT2ForSequenceClassification(MoaGPT2PreTrainedModel):
-    """Gated GPT-2 with a classifier (or regressor) on the last token that is not padding."""
+_INPUTS = (
+    "input_ids",
+    "cache",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "inputs_embeds",
+)
 
-    accepts_loss_kwargs = False  # the loss is a mean over sequences
+
+class MoaGPT2ForSequenceClassification(SequenceClassification, MoaGPT2PreTrainedModel):
+    """Gated GPT-2 with a classifier (or regressor) on the last token that is not padding.
+
+    Its forward raises a ValueError for several sequences and no `config.pad_token_id` to find their last
+    tokens by.
+    """
+
+    head_inputs = _INPUTS
+    output_class = MoaSequenceClassifierOutputWithPast
 
     def __init__(self, config: MoaGPT2Config):
         super().__init__(config)
@@ -300,57 +302,11 @@ class MoaGPT2ForSequenceClassification(MoaGPT2PreTrainedModel):
         self.score = nn.Linear(config.n_embd, config.num_labels, bias=False)
         self.post_init()
 
-    @takes_cache_by_any_name
-    @only_gates_learn_in_gate_phase
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        cache: Cache | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        budget: float | Tensor | None = None,
-        **kwargs: Any,
-    ) -> MoaSequenceClassifierOutputWithPast:
-        """See `MoaGPT2Model.forward`, and:
-
-        Args:
-            labels: `[B]` int64 classes, `[B]` floats for regression, or `[B, classes]` floats for
-                several labels at once (`config.problem_type`).
-
-        Raises:
-            ValueError: several sequences and no `config.pad_token_id` to find their last tokens by.
-        """
-        outputs = self.transformer(
-            input_ids,
-            cache=cache,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            budget=budget,
-            return_dict=True,
-            **kwargs,
-        )
+    def pooled_logits(self, outputs: MoaBaseModelOutput, inputs: dict[str, Any]) -> Tensor:
         logits = self.score(outputs.last_hidden_state)
-        rows = torch.arange(logits.shape[0], device=logits.device)
-        logits = logits[rows, self._last_token(input_ids, logits.shape[0], logits.device)]
-        loss = None
-        if labels is not None:
-            loss = ForSequenceClassificationLoss(labels, logits, self.config)
-        return MoaSequenceClassifierOutputWithPast(
-            loss=self._with_aux_loss(loss, outputs),
-            logits=logits,
-            **cache_field(outputs),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **gating_fields(outputs),
-        )
+        sequences = torch.arange(logits.shape[0], device=logits.device)
+        last = self._last_token(inputs.get("input_ids"), logits.shape[0], logits.device)
+        return logits[sequences, last]
 
     def _last_token(
         self, input_ids: Tensor | None, batch_size: int, device: torch.device
@@ -374,8 +330,10 @@ class MoaGPT2ForSequenceClassification(MoaGPT2PreTrainedModel):
         return (positions * (input_ids.to(device) != pad)).argmax(dim=-1)
 
 
-class MoaGPT2ForTokenClassification(MoaGPT2PreTrainedModel):
+class MoaGPT2ForTokenClassification(TokenClassification, MoaGPT2PreTrainedModel):
     """Gated GPT-2 with a classifier on each token."""
+
+    head_inputs = _INPUTS
 
     def __init__(self, config: MoaGPT2Config):
         super().__init__(config)
@@ -389,58 +347,11 @@ class MoaGPT2ForTokenClassification(MoaGPT2PreTrainedModel):
         self.classifier = nn.Linear(config.n_embd, config.num_labels)
         self.post_init()
 
-    @takes_cache_by_any_name
-    @only_gates_learn_in_gate_phase
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        cache: Cache | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        budget: float | Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
-    ) -> MoaTokenClassifierOutput:
-        """See `MoaGPT2Model.forward`, and:
 
-        Args:
-            labels: `[B, T]` int64 classes; -100 is ignored.
-            num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
-        """
-        outputs = self.transformer(
-            input_ids,
-            cache=cache,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            budget=budget,
-            return_dict=True,
-            **kwargs,
-        )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None
-        if labels is not None:
-            loss = token_loss(logits, labels, num_items_in_batch=num_items_in_batch)
-        return MoaTokenClassifierOutput(
-            loss=self._with_aux_loss(loss, outputs, token_share(labels, num_items_in_batch)),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **gating_fields(outputs),
-        )
-
-
-class MoaGPT2ForQuestionAnswering(MoaGPT2PreTrainedModel):
+class MoaGPT2ForQuestionAnswering(QuestionAnswering, MoaGPT2PreTrainedModel):
     """Gated GPT-2 with a span classifier: start and end of the answer."""
 
-    accepts_loss_kwargs = False  # the loss is a mean over sequences
+    head_inputs = tuple(name for name in _INPUTS if name != "cache")
 
     def __init__(self, config: MoaGPT2Config):
         super().__init__(config)
@@ -448,45 +359,3 @@ class MoaGPT2ForQuestionAnswering(MoaGPT2PreTrainedModel):
         self.transformer = MoaGPT2Model(config)
         self.qa_outputs = nn.Linear(config.n_embd, 2)
         self.post_init()
-
-    @only_gates_learn_in_gate_phase
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-        budget: float | Tensor | None = None,
-        **kwargs: Any,
-    ) -> MoaQuestionAnsweringOutput:
-        """See `MoaGPT2Model.forward`, and:
-
-        Args:
-            start_positions, end_positions: `[B]` int64, the answer's first and last token; positions
-                outside the sequence are ignored.
-        """
-        outputs = self.transformer(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            budget=budget,
-            return_dict=True,
-            **kwargs,
-        )
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
-        start_logits, end_logits = start_logits.contiguous(), end_logits.contiguous()
-        loss = ForQuestionAnsweringLoss(start_logits, end_logits, start_positions, end_positions)
-        return MoaQuestionAnsweringOutput(
-            loss=self._with_aux_loss(loss, outputs),
-            start_logits=start_logits,
-            end_logits=end_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **gating_fields(outputs),
-        )

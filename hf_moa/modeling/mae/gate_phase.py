@@ -12,8 +12,6 @@ from functools import wraps
 
 from torch import Tensor, nn
 
-from .mixture import MaeGate
-
 
 def only_gates_learn_in_gate_phase(forward: Callable) -> Callable:
     """Decorate the `forward` of a module that has a `mae_phase`.
@@ -58,7 +56,7 @@ def _parameters_of(module: nn.Module) -> tuple[dict, list[str]]:
 
 
 def _modules_outside_gates(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, MaeGate):
+    if getattr(module, "gate_kind", None) == "mae":
         return
     yield module
     for child in module.children():

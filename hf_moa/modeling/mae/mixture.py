@@ -16,25 +16,29 @@ Uniform gates give `w_j = 1`: multi-head attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.multi_head import MultiHead
-from ..cache.gate_states import GatePast
-from ..cct.token_subset import TokenRows
-from ..core.linear_slices import is_plain, is_watched
-from ..core.precision import at_least_float32, cast, without_autocast
+from ..cache.gate_states import GatePast, gated_layer
+from ..cache.naming import CACHE_NAME
+from ..cache.place import CachePlace, is_empty
+from ..core.precision import at_least_float32, without_autocast
 from ..core.process_sum import has_several_processes
+from ..core.records import Record
+from ..core.slots import MIXTURES
 from ..core.tracing import is_traced
-from .fast_products import project_weighted, tanh_dropout
-from .norm import GateBatchNorm
+from .fast_products import project_weighted
+from .gate import MaeGate
 from .pooling import last_windowed_means, masked_mean, windowed_mean
 
-MAE_PHASES = ("mixture", "gate", "expert")
-EXPERT_SELECTIONS = ("argmax", "random", None)
+# Names of what gates hold in a layer of the cache: in training their inputs, in eval what their first
+# matrix makes of these, which are of another width.
+_GATE_STATES = ("gate_inputs", "gate_features")
+_CROSS_GATE_STATES = ("cross_gate_inputs", "cross_gate_features")
 
 
 def dropped_heads(num_heads: int, num_dropped: int) -> Tensor:
@@ -64,90 +68,7 @@ def head_weights(expert_weights: Tensor, dropped: Tensor, *, num_dropped: int) -
     return torch.rsub(lost, scale, alpha=scale)
 
 
-class MaeGate(nn.Module):
-    """The gate network g: pooled inputs -> a distribution over experts (Peng et al. 2020).
-
-    BatchNorm, Linear(d, hidden), tanh, dropout, Linear(hidden, E), softmax. The last Linear starts
-    at zero, so that a converted checkpoint computes what it did before.
-
-    Args:
-        hidden_size: d.
-        num_experts: E.
-        gate_hidden_size: width of the hidden layer.
-        dropout: dropout on the hidden layer.
-
-    Shapes: `x` `[..., d]`, `valid` `[...]` bool or None -> `[..., E]`, float32 at least.
-    """
-
-    gate_kind = "mae"
-
-    def __init__(self, *, hidden_size: int, num_experts: int, gate_hidden_size: int, dropout: float):
-        super().__init__()
-        self.norm = GateBatchNorm(hidden_size)
-        self.dense = nn.Linear(hidden_size, gate_hidden_size)
-        self.dropout = nn.Dropout(dropout)
-        self.out = nn.Linear(gate_hidden_size, num_experts)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
-
-    def forward(
-        self,
-        x: Tensor,
-        valid: Tensor | None,
-        *,
-        dtype: torch.dtype,
-        pool: Callable[[Tensor], Tensor] | None = None,
-        past: GatePast | None = None,
-    ) -> Tensor:
-        """The distribution over experts.
-
-        Args:
-            x: pooled inputs; with `pool`, inputs that it averages.
-            valid: which of them count towards batch statistics; None for all.
-            dtype: of the hidden layer.
-            pool: averages behind the hidden layer's matrix, on fewer features than in front of it. Up to
-                there the network is affine in eval, and commutes with means. (But for those of no token:
-                they are zero there.)
-            past: what a generation holds of this gate; None where there is none, or a graph is made.
-        """
-        hidden = self._hidden(x, valid, dtype, past)
-        if pool is not None:
-            hidden = cast(pool(hidden), dtype)
-        logits = self.out(self._activate(hidden))
-        return at_least_float32(logits).softmax(dim=-1)
-
-    def _activate(self, hidden: Tensor) -> Tensor:
-        """`dropout(tanh(hidden))`."""
-        dropout = self.dropout
-        if type(dropout) is nn.Dropout and not is_watched(dropout):
-            if not dropout.training:
-                return torch.tanh(hidden)
-            if 0 < dropout.p < 1:
-                return tanh_dropout(hidden, dropout.p)
-        return dropout(torch.tanh(hidden))
-
-    def _hidden(
-        self, x: Tensor, valid: Tensor | None, dtype: torch.dtype, past: GatePast | None
-    ) -> Tensor:
-        """`dense(norm(x))`."""
-        norm, dense = self.norm, self.dense
-        # its weight may be another module's to gather, as FSDP's
-        is_own = type(norm) is GateBatchNorm and type(norm.weight) in (nn.Parameter, Tensor)
-        stands_alone = is_own and not is_watched(norm)
-        by_batch = stands_alone and norm.uses_batch_statistics
-        if by_batch and is_plain(dense):
-            # The norm's weight and bias go into the matrix: backward need not keep what they make.
-            weight = dense.weight * norm.weight
-            bias = dense.bias + dense.weight.to(weight.dtype) @ norm.bias
-            x = norm.standardize(x, valid).to(dtype)
-            return nn.functional.linear(x, weight.to(dtype), bias.to(dtype))
-        if stands_alone and not by_batch and past is not None:
-            x = at_least_float32(x)
-            scale, shift = past.scale_and_shift(norm, x.dtype)
-            return dense(cast(torch.addcmul(shift, x, scale), dtype))
-        return dense(norm(x, valid).to(dtype))
-
-
+@MIXTURES.filled_by("mae")
 class MixtureOfHeads(MultiHead):
     """The MAE mixture of one attention layer: which weight each head has.
 
@@ -164,6 +85,9 @@ class MixtureOfHeads(MultiHead):
         gate_hidden_size, gate_dropout: of `MaeGate`.
         is_causal: gate each position on the inputs up to it, instead of each sequence on all.
         window: inputs that a causal gate averages; None for all.
+
+    Raises:
+        ValueError: an unknown gate_type; a number of dropped heads that leaves none, or drops none.
     """
 
     def __init__(
@@ -172,14 +96,20 @@ class MixtureOfHeads(MultiHead):
         hidden_size: int,
         num_heads: int,
         head_dim: int,
-        num_dropped: int,
-        gate_type: str,
-        gate_hidden_size: int,
-        gate_dropout: float,
-        is_causal: bool,
-        window: int | None,
+        num_dropped: int = 1,
+        gate_type: str = "learned",
+        gate_hidden_size: int = 256,
+        gate_dropout: float = 0.1,
+        is_causal: bool = False,
+        window: int | None = 100,
     ):
         super().__init__(num_heads=num_heads, head_dim=head_dim)
+        if gate_type not in ("learned", "uniform"):
+            raise ValueError(f"gate_type must be 'learned' or 'uniform' (got {gate_type!r}).")
+        if not 0 < num_dropped < num_heads:
+            raise ValueError(
+                f"num_dropped must be at least 1 and below num_heads={num_heads} (got {num_dropped})."
+            )
         self.num_dropped = num_dropped
         self.num_experts = math.comb(num_heads, num_dropped)
         self.is_causal = is_causal
@@ -196,30 +126,49 @@ class MixtureOfHeads(MultiHead):
                 dropout=gate_dropout,
             )
 
-    def reset_buffers(self) -> None:
-        """Fill the buffers that a checkpoint does not carry."""
+    @classmethod
+    def from_config(
+        cls, config: Any, *, hidden_size: int, num_heads: int, head_dim: int, is_causal: bool
+    ) -> MixtureOfHeads:
+        return cls(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_dropped=config.mae_num_dropped_heads,
+            gate_type=config.mae_gate_type,
+            gate_hidden_size=config.mae_gate_hidden_size,
+            gate_dropout=config.mae_gate_dropout,
+            is_causal=is_causal,
+            window=config.mae_gate_window,
+        )
+
+    def initialize(self, scales: Any = None) -> None:
+        """Fill the buffer that a checkpoint does not carry."""
         self.dropped.copy_(dropped_heads(self.num_heads, self.num_dropped))
+
+    has_phases = True
 
     @property
     def remembers(self) -> bool:
         return self.is_causal and self.gate is not None
 
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, past: GatePast | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        self, hidden_states: Tensor, padding_mask: Tensor | None, place: CachePlace | None = None
+    ) -> tuple[Tensor | None, Record]:
         """Weights of the heads for one call.
 
         Args:
             hidden_states: `[B, T, d]`, the inputs of the attention layer.
             padding_mask: `[B, T]` bool, the real tokens among them; None for all.
-            past: causal layers with a cache: what is there of earlier tokens.
+            place: the layer's in a cache, where causal gates find earlier tokens.
 
         Returns:
-            Head weights `[B, 1, h]` (or `[B, T, h]` where causal; None stands for ones) and the
-            record `{"expert_weights": [B, E] or [B, T, E]}`, the gate's distribution.
+            Head weights `[B, 1, h]` (or `[B, T, h]` where causal; None stands for ones), and the record
+            of the gate's distribution.
         """
+        past = None if place is None or not self.remembers else self._past(place)
         weights = self._expert_weights(hidden_states, padding_mask, past)
-        record = {"expert_weights": weights}
+        record = Record(expert_weights=weights)
         chosen = weights
         if self.training and self.phase == "expert":
             # as `torch.multinomial` draws, without its refusal of NaN: a loss of NaN says more
@@ -235,8 +184,27 @@ class MixtureOfHeads(MultiHead):
         heads = head_weights(chosen, self.dropped, num_dropped=self.num_dropped)
         return (heads if self.is_causal else heads.unsqueeze(1)), record
 
-    def take(self, mix: Tensor | None, rows: TokenRows) -> Tensor | None:
-        return None if mix is None else rows.gather(mix.expand(*rows.chosen.shape, -1))
+    def take(self, mix: Tensor | None, subset: Any) -> Tensor | None:
+        return None if mix is None else subset.gather(mix.expand(*subset.chosen.shape, -1))
+
+    def prepare_cache(self, place: CachePlace) -> None:
+        if self.remembers:
+            gated_layer(_where_tokens_are(place))
+
+    def _past(self, place: CachePlace) -> GatePast:
+        """What the gate finds in a cache."""
+        layer = gated_layer(_where_tokens_are(place))
+        names = _CROSS_GATE_STATES if place.is_cross else _GATE_STATES
+        name, other = names if self.pools_inputs else reversed(names)
+        if other in layer.states:
+            if not is_empty(layer):
+                raise ValueError(
+                    f"{CACHE_NAME} was filled in another mode, train() or eval(), than the model is "
+                    "in now, and its gates remember other numbers there. Use a cache in one mode."
+                )
+            for each in (other, f"{other}_valid"):  # as after a reset
+                layer.states.pop(each, None)
+        return GatePast(layer, name, self.window)
 
     def output(self, linear: nn.Module, context: Tensor, mix: Tensor | None) -> Tensor:
         """`Z = sum_j w_j H_j`: `[B, T, h, dh]` -> `[B, T, d]`."""
@@ -301,22 +269,7 @@ class MixtureOfHeads(MultiHead):
         return nn.functional.one_hot(index, like.shape[-1]).to(like.dtype)
 
 
-def refuse_packed_rows(config, position_ids: Tensor) -> None:
-    """Where positions start anew within a row, transformers' masks keep its texts apart. A causal gate,
-    which averages a row's tokens, would not.
-
-    Raises:
-        ValueError: the positions `[B, T]` do not go up by 1, with learned gates.
-    """
-    if config.attention_type != "mae" or config.mae_gate_type != "learned" or is_traced(position_ids):
-        return
-    breaks = (position_ids.diff(dim=-1) != 1).nonzero()
-    if len(breaks):
-        *_, place = breaks[0].tolist()
-        row = position_ids[breaks[0, 0]] if position_ids.ndim == 2 else position_ids
-        raise ValueError(
-            "Without an attention_mask, position_ids must go up by 1 in a model with MAE gates: these "
-            "would mix the texts of a packed row (got "
-            f"{row[place].item()} and {row[place + 1].item()} beside each other). Give each text a row "
-            "of its own, padded and with an attention_mask."
-        )
+def _where_tokens_are(place: CachePlace) -> CachePlace:
+    """Where a gate's inputs are kept: also cross-attention's gate follows the decoder's tokens, which
+    self-attention's layer of the cache counts."""
+    return place._replace(is_cross=False)

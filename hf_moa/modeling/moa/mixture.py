@@ -13,24 +13,39 @@ they learn far more slowly; see `examples/reproduce/moa_start.py`.)
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from ..cache.gate_states import GatePast
-from ..cct.token_subset import TokenRows
+from ..attention.multi_head import Linear, MultiHead
+from ..core.records import Record
+from ..core.slots import MIXTURES
 from ..routing.routers import ROUTERS, Routing
+from .projections import ExpertInput, ExpertOutput
 
 
-class MixtureOfAttentionExperts(nn.Module):
+@MIXTURES.filled_by("moa")
+class MixtureOfAttentionExperts(MultiHead):
     """The MoA mixture of one attention layer: which experts a token uses, with what weight.
 
     Args:
         hidden_size: d.
         num_experts, num_selected: N and k.
+        head_dim: dh.
         router_type: "topk" or "noisy_topk".
     """
 
-    def __init__(self, *, hidden_size: int, num_experts: int, num_selected: int, router_type: str):
-        super().__init__()
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        num_selected: int,
+        head_dim: int,
+        router_type: str = "topk",
+    ):
+        super().__init__(num_heads=num_selected, head_dim=head_dim)
+        self.num_experts = num_experts
         self.router = ROUTERS[router_type](
             hidden_size=hidden_size,
             num_experts=num_experts,
@@ -38,22 +53,53 @@ class MixtureOfAttentionExperts(nn.Module):
             detach_normalizer=True,
         )
 
-    remembers = False
+    @classmethod
+    def from_config(
+        cls, config: Any, *, hidden_size: int, num_heads: int, head_dim: int, is_causal: bool
+    ) -> MixtureOfAttentionExperts:
+        return cls(
+            hidden_size=hidden_size,
+            num_experts=config.attention_experts,
+            num_selected=num_heads,
+            head_dim=head_dim,
+            router_type=config.router_type,
+        )
+
+    num_kv_heads = 1
+    has_plain_projections = False
+    has_joint_context = False
+
+    @property
+    def num_position_biases(self) -> int:
+        return self.num_experts
+
+    def query_projection(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> ExpertInput:
+        return ExpertInput(
+            num_experts=self.num_experts,
+            in_features=hidden_size,
+            out_features=self.head_dim,
+            bias=bias,
+        )
+
+    def output_projection(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> ExpertOutput:
+        return ExpertOutput(
+            num_experts=self.num_experts,
+            in_features=self.head_dim,
+            out_features=hidden_size,
+            bias=bias,
+        )
 
     def route(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, past: GatePast | None = None
-    ) -> tuple[Routing, dict]:
-        """The routing of `[B, T, d]`, and the record: `router_logits` `[B, T, N]`, and `routings`, which
-        is a list of this one."""
+        self, hidden_states: Tensor, padding_mask: Tensor | None, place: Any = None
+    ) -> tuple[Routing, Record]:
         routing = self.router(hidden_states, padding_mask)
-        return routing, {"router_logits": routing.logits, "routings": [routing]}
+        return routing, Record(routings=(routing,))
 
-    def take(self, mix: Routing, rows: TokenRows) -> Routing:
+    def take(self, mix: Routing, subset: Any) -> Routing:
         """The routing of some of the tokens: their `index` and `weight` `[1, n, k]`."""
-        return mix._replace(index=rows.gather(mix.index), weight=rows.gather(mix.weight))
+        return mix._replace(index=subset.gather(mix.index), weight=subset.gather(mix.weight))
 
     def no_mix(self, mix: Routing) -> Routing:
-        """A routing for one token whose context is zero."""
         shape = (1, 1, mix.index.shape[-1])
         return mix._replace(index=mix.index.new_zeros(shape), weight=mix.weight.new_zeros(shape))
 

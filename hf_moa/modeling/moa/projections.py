@@ -11,11 +11,16 @@ Two maps, because attention stands between them: into the heads (`ExpertInput`) 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from transformers import initialization as init
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
+from ..core.initialization import InitScales
+from ..core.macs import Macs, macs_of_experts
 from ..core.precision import compute_dtype
 from ..core.tracing import is_traced, is_transformed
 from .fast_products import expert_input, expert_output
@@ -93,6 +98,14 @@ class ExpertInput(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_experts, out_features)) if bias else None
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
+    def initialize(self, scales: InitScales) -> None:
+        init.normal_(self.weight, std=scales.query)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def count_macs(self, x: Tensor, index: Tensor, **kwargs: Any) -> Macs:
+        return macs_of_experts(self.weight, index)
+
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
         if computes_by_expert(index, self.weight):
             dtype = compute_dtype(self.weight)
@@ -132,6 +145,15 @@ class ExpertOutput(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, in_features, out_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    def initialize(self, scales: InitScales) -> None:
+        # its weights sum to 1: where k heads add up, k experts are averaged
+        init.normal_(self.weight, std=scales.output * scales.num_heads)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def count_macs(self, x: Tensor, index: Tensor, *args: Any, **kwargs: Any) -> Macs:
+        return macs_of_experts(self.weight, index)
 
     def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         if computes_by_expert(index, self.weight):

@@ -117,6 +117,7 @@ class TopKRouter(nn.Module):
     """
 
     gate_kind = "router"
+    neutral_layers = ()
 
     def __init__(
         self, *, hidden_size: int, num_experts: int, num_selected: int, detach_normalizer: bool

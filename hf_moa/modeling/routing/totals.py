@@ -9,27 +9,42 @@ import torch
 from torch import Tensor
 
 from ..core.process_sum import sum_over_processes
+from ..core.records import LayerRecord, Record
+from ..core.slots import TOTALS
+from ..core.totals import Call, Totals
 from ..core.tracing import is_traced
 from .routers import Noise, Routing
 
 # Logits that are stacked.
 _MOST_AT_ONCE = 2**20
-# sub-layer -> what `GatingOutput.expert_load` calls it
-_PARTS = {"self": "attention", "cross": "cross_attention", "ffn": "feed_forward"}
 
 
-def router_terms(
-    records: list[dict[str, dict[str, Any]]],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+@TOTALS.filled_by("router")
+def router_totals(records: list[LayerRecord], call: Call) -> Totals:
+    """The routers' losses and the experts' load, and with `output_router_logits` MoA's logits."""
+    terms, loads = router_terms(records)
+    weighted = {name: (getattr(call.config, f"{name}_coef"), term) for name, term in terms.items()}
+    fields: dict[str, Any] = {"expert_load": loads or None}
+    if call.requested["router_logits"]:
+        fields["router_logits"] = _attention_logits([layer.attention for layer in records])
+        crossing = [layer.cross_attention for layer in records if layer.cross_attention is not None]
+        fields["cross_router_logits"] = _attention_logits(crossing)
+    return Totals(weighted, fields)
+
+
+def _attention_logits(attentions: list[Record]) -> tuple[Tensor, ...] | None:
+    return tuple(record.routings[0].logits for record in attentions if record.routings) or None
+
+
+def router_terms(records: list[LayerRecord]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The losses of all routers, and the load by the part of the layer that they serve.
 
-    Layers that differ in their routing alone are measured at once, while they have few tokens: many
+    Layers that differ only in their routing are measured at once, while they have few tokens: many
     small operators for each would cost a good part of the time.
 
     Args:
-        records: one dict per layer: sub-layer name -> its record, with the `routings` of its routers.
-            Where there are several, the sub-layer's losses are the mean of theirs, and its experts those
-            of all.
+        records: one per layer, with the routings of its routers. Where a sub-layer has several, its
+            losses are the mean of theirs, and its experts those of all.
 
     Returns:
         Scalars by name, summed over the layers, on the device of the last; and `[layers, N]`.
@@ -45,29 +60,29 @@ def router_terms(
                 terms[loss] = terms[loss] + total if loss in terms else total
             # shape: (layers * routers, N) -> (layers, routers * N)
             load = load.view(len(layers), -1) / per_layer
-            loads.setdefault(_PARTS[name], {}).update(zip(layers, load, strict=True))
+            loads.setdefault(name, {}).update(zip(layers, load, strict=True))
     return terms, {part: _in_order(rows) for part, rows in loads.items()}
 
 
-def _last_device(records: list[dict[str, dict[str, Any]]]) -> torch.device | None:
+def _last_device(records: list[LayerRecord]) -> torch.device | None:
     """That of the last layer with routers; None without any."""
     devices = [
         routing.logits.device
         for layer in records
-        for record in layer.values()
-        for routing in record.get("routings") or ()
+        for record in layer.parts.values()
+        for routing in record.routings
     ]
     return devices[-1] if devices else None
 
 
 def _alike(
-    records: list[dict[str, dict[str, Any]]],
-) -> dict[tuple, list[tuple[int, list[Routing]]]]:
+    records: list[LayerRecord],
+) -> dict[tuple, list[tuple[int, tuple[Routing, ...]]]]:
     """Number and routings of the layers that can be stacked."""
-    found: dict[tuple, list[tuple[int, list[Routing]]]] = {}
+    found: dict[tuple, list[tuple[int, tuple[Routing, ...]]]] = {}
     for number, layer in enumerate(records):
-        for name, record in layer.items():
-            if routings := record.get("routings"):
+        for name, record in layer.parts.items():
+            if routings := record.routings:
                 first = routings[0]
                 kind = (first.logits.device, first.mask is None, first.noise is None)
                 key = (name, len(routings), *kind, first.balances_globally)
@@ -76,7 +91,7 @@ def _alike(
 
 
 def _at_once(
-    alike: list[tuple[int, list[Routing]]],
+    alike: list[tuple[int, tuple[Routing, ...]]],
 ) -> Iterator[tuple[list[int], list[Routing], Tensor | None]]:
     """Layers to be stacked, their routings, and where these balance globally their experts' counts."""
     first = alike[0][1]

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 from transformers import T5Config
 from transformers.activations import ACT2FN
 
-from ..core.configuration import GatingConfig, check_int, fail, is_budget
+from ..cct.mechanism import is_budget
+from ..config.gating import GatingConfig
+from ..core.fields import check_int, fail
 
 
 class MoaT5Config(GatingConfig, T5Config):

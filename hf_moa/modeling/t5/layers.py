@@ -16,18 +16,18 @@ from transformers.models.t5.modeling_t5 import (
     T5LayerNorm,
 )
 
+from ..attention.build import mixture_and_gates, output_dropout
+from ..attention.flow import AttentionFlow
 from ..cache.naming import takes_cache_by_any_name
-from ..cct.gates import attention_dropouts
-from ..cct.sparse_attention import SparseAttention
 from ..core.activations import build_activation
 from ..core.precision import in_dtype_of
+from ..core.records import LayerRecord, Record
 from ..feed_forward.layers import build_feed_forward, build_feed_forward_gate, gated_dense
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
-from ..moa.projections import ExpertInput, ExpertOutput
 from .configuration import MoaT5Config
 
 
-class MoaT5Attention(SparseAttention):
+class MoaT5Attention(AttentionFlow):
     """T5's attention: `q`, `k`, `v` and `o`, without biases and without scaling.
 
     The first layer of a stack owns the relative position bias, one per head (per expert for MoA),
@@ -44,36 +44,43 @@ class MoaT5Attention(SparseAttention):
         is_cross_attention: bool = False,
         has_relative_attention_bias: bool = False,
     ):
-        d, num_heads, head_dim = config.d_model, config.num_heads, config.d_kv
+        d = config.d_model
+        kind = {
+            "is_causal": config.is_decoder and not is_cross_attention,
+            "is_cross_attention": is_cross_attention,
+        }
         super().__init__(
-            config,
             hidden_size=d,
-            num_heads=num_heads,
-            head_dim=head_dim,
             scaling=1.0,
             attention_dropout=config.dropout_rate,
-            output_dropout=config.dropout_rate,
-            is_causal=config.is_decoder and not is_cross_attention,
-            is_cross_attention=is_cross_attention,
-            gates_are_causal=config.is_decoder,
             layer_idx=layer_idx,
-            norm=partial(nn.RMSNorm, eps=config.layer_norm_epsilon),
+            **kind,
+            **mixture_and_gates(
+                config,
+                hidden_size=d,
+                num_heads=config.num_heads,
+                head_dim=config.d_kv,
+                gates_are_causal=config.is_decoder,
+                output_dropout=config.dropout_rate,
+                norm=partial(nn.RMSNorm, eps=config.layer_norm_epsilon),
+                **kind,
+            ),
         )
-        if self.is_moa:
-            experts = {"num_experts": config.attention_experts, "bias": False}
-            self.q = ExpertInput(in_features=d, out_features=head_dim, **experts)
-            self.o = ExpertOutput(in_features=head_dim, out_features=d, **experts)
-        else:
-            self.q = nn.Linear(d, num_heads * head_dim, bias=False)
-            self.o = nn.Linear(num_heads * head_dim, d, bias=False)
-        self.k = nn.Linear(d, self.num_kv_heads * head_dim, bias=False)
-        self.v = nn.Linear(d, self.num_kv_heads * head_dim, bias=False)
+        self.config = config
+        linear = partial(nn.Linear, bias=False)
+        self.q = self.mixture.query_projection(linear, d, bias=False)
+        self.o = self.mixture.output_projection(linear, d, bias=False)
+        self.k = linear(d, self.num_kv_heads * self.head_dim)
+        self.v = linear(d, self.num_kv_heads * self.head_dim)
         self.has_relative_attention_bias = has_relative_attention_bias
         if has_relative_attention_bias:
-            num_biases = config.attention_experts if self.is_moa else num_heads
             self.relative_attention_bias = nn.Embedding(
-                config.relative_attention_num_buckets, num_biases
+                config.relative_attention_num_buckets, self.mixture.num_position_biases
             )
+
+    @property
+    def attn_implementation(self) -> str:
+        return self.config._attn_implementation
 
     def project_query(self, hidden_states: Tensor, mix: Any) -> Tensor:
         return self.mixture.query(self.q, hidden_states, mix)
@@ -89,20 +96,20 @@ class MoaT5Attention(SparseAttention):
         position_bias: Tensor | None = None,
         cache: Cache | None = None,
         **kwargs,
-    ) -> tuple[Tensor, Tensor | None, dict[str, Any], Tensor | None]:
-        """The update `[B, T, d]`, the attention probabilities (or None), the layer's record, and the
-        position bias `[1, heads or N, T, S]` (None in cross-attention)."""
+    ) -> tuple[Tensor, Tensor | None, Record, Tensor | None]:
+        """What the layer adds, `[B, T, d]`, the attention probabilities (or None), the layer's record,
+        and the position bias `[1, heads or N, T, S]` (None in cross-attention)."""
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self._position_bias(hidden_states, cache)
-        result = super().forward(
+        attended = self.attend(
             hidden_states,
             *args,
             position_bias=position_bias,
             cache=cache,
             **kwargs,
         )
-        update = self.update(self.o, result)
-        return update, result.attentions, result.record, position_bias
+        y = self.output(self.o, attended)
+        return y, attended.attentions, attended.record, position_bias
 
     def _position_bias(self, hidden_states: Tensor, cache: Cache | None) -> Tensor:
         if isinstance(cache, EncoderDecoderCache):
@@ -133,13 +140,11 @@ class MoaT5LayerSelfAttention(nn.Module):
             config, layer_idx=layer_idx, has_relative_attention_bias=has_relative_attention_bias
         )
         self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
-        self.dropout = nn.Dropout(attention_dropouts(config, config.dropout_rate)[1])
+        self.dropout = nn.Dropout(output_dropout(config, config.dropout_rate))
 
-    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, dict[str, Any], Any]:
-        update, _, record, position_bias = self.SelfAttention(
-            self.layer_norm(hidden_states), *args, **kwargs
-        )
-        return _representable(hidden_states + self.dropout(update)), record, position_bias
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, Record, Any]:
+        y, _, record, position_bias = self.SelfAttention(self.layer_norm(hidden_states), *args, **kwargs)
+        return _representable(hidden_states + self.dropout(y)), record, position_bias
 
 
 class MoaT5LayerCrossAttention(nn.Module):
@@ -149,11 +154,11 @@ class MoaT5LayerCrossAttention(nn.Module):
         super().__init__()
         self.EncDecAttention = MoaT5Attention(config, layer_idx=layer_idx, is_cross_attention=True)
         self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
-        self.dropout = nn.Dropout(attention_dropouts(config, config.dropout_rate)[1])
+        self.dropout = nn.Dropout(output_dropout(config, config.dropout_rate))
 
-    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, dict[str, Any]]:
-        update, _, record, _ = self.EncDecAttention(self.layer_norm(hidden_states), *args, **kwargs)
-        return _representable(hidden_states + self.dropout(update)), record
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, Record]:
+        y, _, record, _ = self.EncDecAttention(self.layer_norm(hidden_states), *args, **kwargs)
+        return _representable(hidden_states + self.dropout(y)), record
 
 
 class _GatedDense:
@@ -171,7 +176,7 @@ class _GatedDense:
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, Record]:
         return gated_dense(
             hidden_states,
             padding_mask,
@@ -224,16 +229,16 @@ class MoaT5LayerFF(nn.Module):
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        update, record = self.DenseReluDense(self.layer_norm(hidden_states), padding_mask)
-        return _representable(hidden_states + self.dropout(update)), record
+    ) -> tuple[Tensor, Record]:
+        y, record = self.DenseReluDense(self.layer_norm(hidden_states), padding_mask)
+        return _representable(hidden_states + self.dropout(y)), record
 
 
 class MoaT5Block(GradientCheckpointingLayer):
     """One layer: self-attention, in the decoder cross-attention, feed-forward.
 
-    Returns the hidden states `[B, T, d]`, the records of its sub-layers by name, and the position
-    bias for the next layer.
+    Returns the hidden states `[B, T, d]`, the records of its sub-layers, and the position bias for the
+    next layer.
     """
 
     mae_phase = "mixture"
@@ -265,9 +270,9 @@ class MoaT5Block(GradientCheckpointingLayer):
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, dict[str, dict[str, Any]], Tensor]:
-        records = {}
-        hidden_states, records["self"], position_bias = self.layer[0](
+    ) -> tuple[Tensor, LayerRecord, Tensor]:
+        cross_record = None
+        hidden_states, record, position_bias = self.layer[0](
             hidden_states,
             attention_mask,
             position_bias=position_bias,
@@ -276,7 +281,7 @@ class MoaT5Block(GradientCheckpointingLayer):
             **kwargs,
         )
         if self.is_decoder and encoder_hidden_states is not None:
-            hidden_states, records["cross"] = self.layer[1](
+            hidden_states, cross_record = self.layer[1](
                 hidden_states,
                 encoder_attention_mask,
                 encoder_hidden_states=encoder_hidden_states,
@@ -285,8 +290,8 @@ class MoaT5Block(GradientCheckpointingLayer):
                 cache=cache,
                 **kwargs,
             )
-        hidden_states, records["ffn"] = self.layer[-1](hidden_states, padding_mask)
-        return hidden_states, records, position_bias
+        hidden_states, ffn_record = self.layer[-1](hidden_states, padding_mask)
+        return hidden_states, LayerRecord(record, cross_record, ffn_record), position_bias
 
 
 def _representable(hidden_states: Tensor) -> Tensor:

@@ -8,27 +8,25 @@ the two stacks that they are made of are in `stacks.py`, the layers in `layers.p
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
 from transformers.models.t5.modeling_t5 import T5ClassificationHead
 from transformers.utils.generic import can_return_tuple
 
-from ..cache.naming import cache_field, takes_cache_by_any_name
-from ..core.gated_model import padding_mask_of
+from ..cache.naming import takes_cache_by_any_name
 from ..core.generation import GatedGenerationMixin
+from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
 from ..core.outputs import (
     MoaBaseModelOutput,
     MoaSeq2SeqLMOutput,
     MoaSeq2SeqModelOutput,
     MoaSeq2SeqQuestionAnsweringOutput,
     MoaSeq2SeqSequenceClassifierOutput,
-    MoaTokenClassifierOutput,
-    gating_fields,
 )
+from ..core.padding import padding_mask_of
 from ..core.task_losses import token_loss, token_share, up_to_last_label
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
 from .configuration import MoaT5Config
@@ -78,7 +76,7 @@ class MoaT5Model(MoaT5EncoderDecoder):
             ValueError: not exactly one of ids and embeddings, for each half; a budget that the model
                 does not know; a budget without CCT.
         """
-        hidden_states, fields = self.run_stacks(
+        return self.run_stacks(
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
@@ -92,7 +90,6 @@ class MoaT5Model(MoaT5EncoderDecoder):
             budget=budget,
             **kwargs,
         )
-        return MoaSeq2SeqModelOutput(last_hidden_state=hidden_states, **fields)
 
 
 class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
@@ -145,7 +142,7 @@ class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
                 decoder_input_ids = self._shift_right(labels)
             if decoder_attention_mask is None and decoder_padding_mask is None:
                 decoder_padding_mask = up_to_last_label(labels)
-        hidden_states, fields = self.run_stacks(
+        outputs = self.run_stacks(
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
@@ -159,6 +156,7 @@ class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
             budget=budget,
             **kwargs,
         )
+        hidden_states = outputs.last_hidden_state
         if self.config.scale_decoder_outputs:
             hidden_states = hidden_states * self.model_dim**-0.5
         logits = self.lm_head(hidden_states)
@@ -166,11 +164,11 @@ class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
         if labels is not None:
             loss = token_loss(logits, labels, num_items_in_batch=num_items_in_batch)
         share = token_share(labels, num_items_in_batch)
-        return MoaSeq2SeqLMOutput(loss=self._with_aux_loss(loss, fields, share), logits=logits, **fields)
+        return output_of(self, MoaSeq2SeqLMOutput, outputs, loss, share, logits=logits)
 
 
 class MoaT5EncoderModel(MoaT5PreTrainedModel):
-    """The encoder half alone. It takes a number (or a tensor `[B]`) as budget."""
+    """Only the encoder. It takes a number (or a tensor `[B]`) as budget."""
 
     _tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = (r"decoder",)
@@ -223,11 +221,54 @@ class MoaT5EncoderModel(MoaT5PreTrainedModel):
         )
 
 
-class MoaT5ForSequenceClassification(MoaT5PreTrainedModel):
-    """Gated T5 with a classifier (or regressor) on the decoder's output at the last end token."""
+class _ReadsSourceTwice:
+    """A head on the decoder, which reads the encoder's ids shifted right where it is given none."""
 
-    accepts_loss_kwargs = False  # the loss is a mean over sequences
+    head_inputs = (
+        "input_ids",
+        "attention_mask",
+        "decoder_input_ids",
+        "decoder_attention_mask",
+        "encoder_outputs",
+        "inputs_embeds",
+        "decoder_inputs_embeds",
+    )
+    inputs_with_labels: ClassVar[dict[str, Any]] = {"use_cache": False}
+
+    def shift_source_right(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs, with those of the decoder.
+
+        Raises:
+            ValueError: neither `input_ids` nor decoder inputs.
+        """
+        given = [inputs.get(f"decoder_{name}") for name in ("input_ids", "inputs_embeds")]
+        if any(each is not None for each in given):
+            return inputs
+        input_ids = inputs.get("input_ids")
+        if input_ids is None:
+            raise ValueError(
+                "Without input_ids, give decoder_input_ids or decoder_inputs_embeds: the decoder "
+                "reads the input_ids shifted right."
+            )
+        inputs = {**inputs, "decoder_input_ids": self._shift_right(input_ids)}
+        masks = [inputs.get(f"decoder_{name}") for name in ("attention_mask", "padding_mask")]
+        if all(mask is None for mask in masks):
+            mask = padding_mask_of(inputs.get("attention_mask"), input_ids.shape[1])
+            inputs["decoder_padding_mask"] = mask
+        return inputs
+
+
+class MoaT5ForSequenceClassification(_ReadsSourceTwice, SequenceClassification, MoaT5PreTrainedModel):
+    """Gated T5 with a classifier (or regressor) on the decoder's output at the last end token.
+
+    Its forward needs `input_ids`, in which the end token is found, and raises a ValueError without, or
+    for a sequence without `config.eos_token_id`.
+    """
+
+    head_inputs = _ReadsSourceTwice.head_inputs
+    output_class = MoaSeq2SeqSequenceClassifierOutput
     _keys_to_ignore_on_load_unexpected = MoaT5EncoderDecoder._keys_to_ignore_on_load_unexpected
+    _has_two_halves = True
 
     def __init__(self, config: MoaT5Config):
         super().__init__(config)
@@ -235,83 +276,24 @@ class MoaT5ForSequenceClassification(MoaT5PreTrainedModel):
         self.classification_head = T5ClassificationHead(config)
         self.post_init()
 
-    _has_two_halves = True
-
     def _run_to_count(self, tokens: Tensor, decoder_tokens: Tensor) -> None:
         # where the end token stands is not known
         outputs = self.transformer(input_ids=tokens, decoder_input_ids=decoder_tokens)
         self.classification_head(outputs.last_hidden_state[:, -1])
 
-    @only_gates_learn_in_gate_phase
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: Any = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        budget: Any = None,
-        decoder_padding_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> MoaSeq2SeqSequenceClassifierOutput:
-        """See `MoaT5Model.forward`, and:
-
-        Args:
-            input_ids: `[B, S]`, required: the end token is found in them. Without decoder inputs,
-                they are the same, shifted right.
-            labels: `[B]` int64 classes, `[B]` floats for regression, or `[B, classes]` floats for
-                several labels at once (`config.problem_type`).
-
-        Raises:
-            ValueError: no `input_ids`, or a sequence without `config.eos_token_id`.
-        """
-        if input_ids is None:
+    def base_outputs(self, **inputs: Any) -> MoaSeq2SeqModelOutput:
+        if inputs.get("input_ids") is None:
             raise ValueError(
                 f"{type(self).__name__} needs input_ids, to find the end of each sequence "
                 "(inputs_embeds do not tell it)."
             )
-        if decoder_input_ids is None and decoder_inputs_embeds is None:
-            decoder_input_ids = self._shift_right(input_ids)
-            if decoder_attention_mask is None and decoder_padding_mask is None:
-                decoder_padding_mask = padding_mask_of(attention_mask, input_ids.shape[1])
-        outputs = self.transformer(
-            input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-            encoder_outputs=encoder_outputs,
-            inputs_embeds=inputs_embeds,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            decoder_padding_mask=decoder_padding_mask,
-            use_cache=False if labels is not None else use_cache,
-            budget=budget,
-            return_dict=True,
-            **kwargs,
-        )
+        return self.transformer(**self.shift_source_right(inputs), return_dict=True)
+
+    def pooled_logits(self, outputs: MoaSeq2SeqModelOutput, inputs: dict[str, Any]) -> Tensor:
         hidden_states = outputs.last_hidden_state
-        rows = torch.arange(hidden_states.shape[0], device=hidden_states.device)
-        end = self._last_end(input_ids).to(hidden_states.device)
-        logits = self.classification_head(hidden_states[rows, end])
-        loss = None
-        if labels is not None:
-            loss = ForSequenceClassificationLoss(labels, logits, self.config)
-        return MoaSeq2SeqSequenceClassifierOutput(
-            loss=self._with_aux_loss(loss, outputs),
-            logits=logits,
-            **cache_field(outputs),
-            decoder_hidden_states=outputs.decoder_hidden_states,
-            decoder_attentions=outputs.decoder_attentions,
-            cross_attentions=outputs.cross_attentions,
-            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
-            encoder_hidden_states=outputs.encoder_hidden_states,
-            encoder_attentions=outputs.encoder_attentions,
-            **gating_fields(outputs),
-        )
+        sequences = torch.arange(hidden_states.shape[0], device=hidden_states.device)
+        end = self._last_end(inputs["input_ids"]).to(hidden_states.device)
+        return self.classification_head(hidden_states[sequences, end])
 
     def _last_end(self, input_ids: Tensor) -> Tensor:
         """Position of the last end token of each sequence, `[B]`."""
@@ -321,14 +303,16 @@ class MoaT5ForSequenceClassification(MoaT5PreTrainedModel):
             missing = (~is_end.any(dim=1)).nonzero().flatten().tolist()
             raise ValueError(
                 f"input_ids must hold eos_token_id={self.config.eos_token_id} in every sequence; "
-                f"rows {missing} have none. Tokenizers of T5 add it, and truncation keeps it."
+                f"sequences {missing} have none. Tokenizers of T5 add it, and truncation keeps it."
             )
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return (positions * is_end).argmax(dim=1)
 
 
-class MoaT5ForTokenClassification(MoaT5PreTrainedModel):
+class MoaT5ForTokenClassification(TokenClassification, MoaT5PreTrainedModel):
     """Gated T5 encoder with a classifier on each token."""
+
+    head_inputs = ("input_ids", "attention_mask", "inputs_embeds")
 
     def __init__(self, config: MoaT5Config):
         config = _encoder_only(config)
@@ -339,48 +323,15 @@ class MoaT5ForTokenClassification(MoaT5PreTrainedModel):
         self.classifier = nn.Linear(config.d_model, config.num_labels)
         self.post_init()
 
-    @only_gates_learn_in_gate_phase
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        budget: float | Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
-    ) -> MoaTokenClassifierOutput:
-        """See `MoaT5EncoderModel.forward`, and:
 
-        Args:
-            labels: `[B, T]` int64 classes; -100 is ignored.
-            num_items_in_batch: labelled tokens of the whole accumulated batch, as `Trainer` gives it.
-        """
-        outputs = self.transformer(
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            budget=budget,
-            **kwargs | {"return_dict": True},
-        )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None
-        if labels is not None:
-            loss = token_loss(logits, labels, num_items_in_batch=num_items_in_batch)
-        return MoaTokenClassifierOutput(
-            loss=self._with_aux_loss(loss, outputs, token_share(labels, num_items_in_batch)),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **gating_fields(outputs),
-        )
+class MoaT5ForQuestionAnswering(_ReadsSourceTwice, QuestionAnswering, MoaT5EncoderDecoder):
+    """Gated T5 with a span classifier on the decoder: start and end of the answer.
 
+    Its forward raises a ValueError without `input_ids` and decoder inputs.
+    """
 
-class MoaT5ForQuestionAnswering(MoaT5EncoderDecoder):
-    """Gated T5 with a span classifier on the decoder: start and end of the answer."""
-
-    accepts_loss_kwargs = False  # the loss is a mean over sequences
+    head_inputs = _ReadsSourceTwice.head_inputs
+    output_class = MoaSeq2SeqQuestionAnsweringOutput
 
     def __init__(self, config: MoaT5Config):
         super().__init__(config)
@@ -388,70 +339,12 @@ class MoaT5ForQuestionAnswering(MoaT5EncoderDecoder):
         self.qa_outputs = nn.Linear(config.d_model, config.num_labels)
         self.post_init()
 
-    @only_gates_learn_in_gate_phase
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: Any = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        budget: Any = None,
-        decoder_padding_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> MoaSeq2SeqQuestionAnsweringOutput:
-        """See `MoaT5Model.forward`, and:
-
-        Args:
-            start_positions, end_positions: `[B]` int64, the answer's first and last token; positions
-                outside the sequence are ignored.
-
-        Raises:
-            ValueError: neither `input_ids` nor decoder inputs.
-        """
-        if decoder_input_ids is None and decoder_inputs_embeds is None:
-            if input_ids is None:
-                raise ValueError(
-                    "Without input_ids, give decoder_input_ids or decoder_inputs_embeds: the decoder "
-                    "reads the input_ids shifted right."
-                )
-            decoder_input_ids = self._shift_right(input_ids)
-            if decoder_attention_mask is None and decoder_padding_mask is None:
-                decoder_padding_mask = padding_mask_of(attention_mask, input_ids.shape[1])
-        labelled = start_positions is not None and end_positions is not None
-        hidden_states, fields = self.run_stacks(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            encoder_outputs=encoder_outputs,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            decoder_padding_mask=decoder_padding_mask,
-            cache=None,
-            use_cache=False if labelled else use_cache,
-            budget=budget,
-            **kwargs,
-        )
-        start_logits, end_logits = self.qa_outputs(hidden_states).unbind(dim=-1)
-        start_logits, end_logits = start_logits.contiguous(), end_logits.contiguous()
-        loss = ForQuestionAnsweringLoss(start_logits, end_logits, start_positions, end_positions)
-        return MoaSeq2SeqQuestionAnsweringOutput(
-            loss=self._with_aux_loss(loss, fields),
-            start_logits=start_logits,
-            end_logits=end_logits,
-            **fields,
-        )
+    def base_outputs(self, **inputs: Any) -> MoaSeq2SeqModelOutput:
+        return self.run_stacks(**self.shift_source_right(inputs))
 
 
 def _encoder_only(config: MoaT5Config) -> MoaT5Config:
-    """The configuration of the encoder half alone."""
+    """The configuration of only the encoder."""
     if not config.is_encoder_decoder and not config.use_cache:
         return config
     config = copy.deepcopy(config)

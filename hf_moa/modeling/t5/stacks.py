@@ -19,14 +19,14 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ..cache.naming import CACHE_NAME, cache_field, takes_cache_by_any_name
-from ..cct.budgets import BudgetIndex, BudgetList, made_on
-from ..cct.gates import ControlNetwork
-from ..core.gated_model import GatedModel, padding_mask_of
-from ..core.outputs import MoaBaseModelOutput, collect_gating, merge_gating
+from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+from ..core.gated_model import GatedModel
+from ..core.initialization import InitScales
+from ..core.outputs import MoaBaseModelOutput, MoaSeq2SeqModelOutput, merge_gating
+from ..core.padding import padding_mask_of
+from ..core.slots import GATINGS
+from ..core.totals import Call, gating_totals
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
-from ..mae.mixture import MaeGate
-from ..routing.routers import TopKRouter
 from .configuration import MoaT5Config
 from .layers import MoaT5Attention, MoaT5Block
 
@@ -63,15 +63,14 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         factor, d = self.config.initializer_factor, self.config.d_model
-        if isinstance(module, (MaeGate, TopKRouter, ControlNetwork)):
+        if getattr(module, "gate_kind", None) is not None:
             # transformers' default for T5 is a standard deviation of 1, which saturates a gate
             for name, linear in module.named_children():
-                neutral = name == "out" and (isinstance(module, MaeGate) or module.starts_open)
-                if isinstance(linear, nn.Linear) and not neutral:
+                if isinstance(linear, nn.Linear) and name not in module.neutral_layers:
                     init.normal_(linear.weight, std=0.02 * factor)
         if isinstance(module, MoaT5Attention):
-            query_std, output_std = self._attention_init_std()
-            stds = {"q": query_std, "k": factor * d**-0.5, "v": factor * d**-0.5, "o": output_std}
+            scales = self._init_scales()
+            stds = {"q": scales.query, "k": factor * d**-0.5, "v": factor * d**-0.5, "o": scales.output}
             for name, std in stds.items():  # in T5's order, for equal numbers under one seed
                 if isinstance(getattr(module, name), nn.Linear):  # experts initialise themselves
                     init.normal_(getattr(module, name).weight, std=std)
@@ -89,15 +88,15 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
                 init.normal_(module.classifier.weight, std=factor)
                 init.zeros_(module.classifier.bias)
 
-    def _attention_init_std(self) -> tuple[float, float]:
-        config = self.config
-        query_std = (config.d_model * config.d_kv) ** -0.5
-        output_std = (config.num_heads * config.d_kv) ** -0.5
-        return config.initializer_factor * query_std, config.initializer_factor * output_std
-
-    def _feed_forward_init_std(self) -> tuple[float, float]:
-        factor = self.config.initializer_factor
-        return factor * self.config.d_model**-0.5, factor * self.config.d_ff**-0.5
+    def _init_scales(self) -> InitScales:
+        config, factor = self.config, self.config.initializer_factor
+        return InitScales(
+            query=factor * (config.d_model * config.d_kv) ** -0.5,
+            output=factor * (config.num_heads * config.d_kv) ** -0.5,
+            up=factor * config.d_model**-0.5,
+            down=factor * config.d_ff**-0.5,
+            num_heads=config.num_heads,
+        )
 
 
 class MoaT5Stack(MoaT5PreTrainedModel):
@@ -107,7 +106,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
         super().__init__(config)
         self.gradient_checkpointing = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.cct = self._budget_control()
+        self.cct = self._make_budget_control()
         self.block = nn.ModuleList(
             MoaT5Block(config, layer_idx=layer_idx) for layer_idx in range(config.num_layers)
         )
@@ -195,12 +194,8 @@ class MoaT5Stack(MoaT5PreTrainedModel):
         return MoaBaseModelOutput(
             last_hidden_state=self.dropout(self.final_layer_norm(hidden_states)),
             **{CACHE_NAME: cache},
-            **collect_gating(
-                loss_config or self.config,
-                records,
-                budget=budgets,
-                control=self.cct,
-                requested=requested,
+            **gating_totals(
+                records, Call(loss_config or self.config, requested, budgets, self.budget_control)
             ),
         )
 
@@ -247,7 +242,8 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
         decoder_config.is_decoder = True
         decoder_config.num_layers = config.num_decoder_layers
         self.decoder = MoaT5Stack(decoder_config)
-        self.budgets = BudgetList(config.budget_pairs) if config.has_cct else None
+        gating = GATINGS.of(config)
+        self.budgets = None if gating is None else gating.pairs(config)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.shared
@@ -265,24 +261,20 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
     def run_stacks(
         self,
         *,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        inputs_embeds: Tensor | None,
-        encoder_outputs: Any,
-        decoder_input_ids: Tensor | None,
-        decoder_attention_mask: Tensor | None,
-        decoder_inputs_embeds: Tensor | None,
-        decoder_padding_mask: Tensor | None,
-        cache: Cache | None,
-        use_cache: bool | None,
-        budget: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_outputs: Any = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        decoder_padding_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        budget: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Encode, unless `encoder_outputs` are given, and decode.
-
-        Returns:
-            The decoder's last hidden states `[B, T, d]`, and the other fields of the output.
-        """
+    ) -> MoaSeq2SeqModelOutput:
+        """Encode, unless `encoder_outputs` are given, and decode."""
         requested = {f"output_{name}": on for name, on in self._requested_gating(kwargs).items()}
         kwargs |= requested | {"return_dict": True, "loss_config": self.config}
         encoded = None  # the budgets that the encoder had
@@ -315,16 +307,17 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
             budget=decoder_budget,
             **kwargs,
         )
-        return decoder_outputs.last_hidden_state, {
-            **cache_field(decoder_outputs),
-            "decoder_hidden_states": decoder_outputs.hidden_states,
-            "decoder_attentions": decoder_outputs.attentions,
-            "cross_attentions": decoder_outputs.cross_attentions,
-            "encoder_last_hidden_state": encoder_outputs.last_hidden_state,
-            "encoder_hidden_states": encoder_outputs.hidden_states,
-            "encoder_attentions": encoder_outputs.attentions,
+        return MoaSeq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            decoder_hidden_states=decoder_outputs.hidden_states,
+            decoder_attentions=decoder_outputs.attentions,
+            cross_attentions=decoder_outputs.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+            **{CACHE_NAME: getattr(decoder_outputs, CACHE_NAME)},
             **merge_gating(encoder_outputs, decoder_outputs),
-        }
+        )
 
     def _check_budget(self, budget: Any) -> None:
         """Refuse what `generate` cannot take: the encoder, which runs first, sees its half alone."""
@@ -334,7 +327,7 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
 
     def _resolve_budgets(
         self, tokens: Tensor | None, budget: Any, encoded: Tensor | None
-    ) -> tuple[BudgetIndex | None, BudgetIndex | None]:
+    ) -> tuple[Any, Any]:
         """The encoder's and the decoder's budget of every sequence; in training, pairs that are drawn
         begin with `encoded` `[B]`, those of an encoder that has run."""
         if self.budgets is None:
@@ -342,17 +335,11 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
             return None, None
         if tokens is None:
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        pair = self.budgets.resolve(
+        return self.budgets.halves(
             budget,
             batch_size=tokens.shape[0],
             device=tokens.device,
             training=self.training,
-            first=encoded,
+            controls=(self.encoder.budget_control, self.decoder.budget_control),
+            encoded=encoded,
         )
-        halves = []
-        for stack, values in zip(
-            (self.encoder, self.decoder), zip(*self.budgets.distinct, strict=True), strict=True
-        ):
-            position = [stack.cct.budgets.position(value) for value in values]
-            halves.append(BudgetIndex(made_on(tokens.device, position)[pair]))
-        return tuple(halves)

@@ -11,21 +11,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from ..attention.gated_attention import GatedAttention
-from ..cct.budgets import BudgetControl
-from ..cct.feed_forward import FeedForwardGate
-from ..cct.gates import ControlNetwork
-from ..feed_forward.experts import FeedForwardExperts
-from ..mae.mixture import MaeGate
-from ..moa.projections import ExpertInput, ExpertOutput
-from ..routing.routers import TopKRouter
+from .kinds import is_one as is_instance_by_name
+from .modeling.attention.flow import AttentionFlow
+from .modeling.cct.budgets import BudgetControl
+from .modeling.core.macs import Macs
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
         stack: control
         for stack in model.modules()
         for control in stack.children()
-        if isinstance(control, BudgetControl)
+        if is_instance_by_name(control, BudgetControl)
     }
     shares = {
         module: control.share(budget)
@@ -114,7 +110,7 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
     gating = {
         inner
         for module in model.modules()
-        if isinstance(module, (MaeGate, TopKRouter, ControlNetwork))
+        if getattr(module, "gate_kind", None) is not None
         for inner in module.modules()
     }
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -143,41 +139,12 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
     return Flops(tuple(parts), sum(lengths), (budgets or (None,))[0] if len(budgets) < 2 else budgets)
 
 
-class _Macs(NamedTuple):
-    """Multiply-accumulates of one call of a module itself, not of those in it."""
-
-    total: float
-    active: float
-    skippable: float = 0  # what of them CCT holds to the budget, here or in other modules
-
-
-def _macs(module: nn.Module, x: Any = None, *args: Any, **kwargs: Any) -> _Macs | None:
+def _macs(module: nn.Module, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """The `Macs` of one call of a module itself; None where it has nothing to multiply."""
     if isinstance(module, (nn.Linear, Conv1D)):
         macs = x.numel() // x.shape[-1] * module.weight.numel()
-        return _Macs(macs, macs)
-    if isinstance(module, (ExpertInput, ExpertOutput)):
-        return _expert_macs(module.weight, args[0])
-    if isinstance(module, FeedForwardExperts):
-        up, down = (_expert_macs(w, args[0]) for w in (module.up_weight, module.down_proj))
-        return _Macs(up.total + down.total, up.active + down.active)
-    if isinstance(module, GatedAttention):
-        length = x.shape[1]
-        source = kwargs.get("encoder_hidden_states")
-        keys = length if source is None else source.shape[1]
-        pairs = length * (length + 1) // 2 if module.is_causal else length * keys
-        cost = module.cost
-        skippable = length * cost.query + keys * cost.kv + pairs * cost.pair
-        return _Macs(pairs * cost.pair, pairs * cost.pair, 0 if module.cct is None else skippable)
-    if isinstance(module, FeedForwardGate):
-        return _Macs(0, 0, x.shape[:-1].numel() * module.num_splits * module.part_cost)
-    return None
-
-
-def _expert_macs(weight: Tensor, index: Tensor) -> _Macs:
-    """Of weights `[N, a, b]` and chosen experts `[..., k]`."""
-    num_experts, *matrix = weight.shape
-    active = index.numel() * matrix[0] * matrix[1]
-    return _Macs(active // index.shape[-1] * num_experts, active)
+        return Macs(macs, macs)
+    return module.count_macs(x, *args, **kwargs) if hasattr(module, "count_macs") else None
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
@@ -194,7 +161,7 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
             if isinstance(modules[parent], nn.ModuleList):  # T5's of a layer's parts
                 continue
             for inner in modules[parent].modules():
-                if isinstance(inner, GatedAttention):
+                if is_instance_by_name(inner, AttentionFlow):
                     part = "cross_attention" if inner.is_cross_attention else "self_attention"
             break
         yield module, (layer, part)

@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 from transformers.integrations import use_experts_implementation
 from transformers.integrations.moe import ExpertsInterface
 
 from ..core.activations import build_activation
+from ..core.initialization import InitScales
+from ..core.macs import Macs, macs_of_experts
 from ..core.precision import without_autocast
+from ..core.records import Record
+from ..core.slots import FEED_FORWARDS
 from ..core.tracing import is_transformed
 from ..routing.routers import ROUTERS
 
@@ -111,6 +116,17 @@ class FeedForwardExperts(nn.Module):
         nn.init.normal_(up, std=hidden_size**-0.5)
         nn.init.normal_(self.down_proj, std=intermediate_size**-0.5)
 
+    def initialize(self, scales: InitScales) -> None:
+        init.normal_(self.up_weight, std=scales.up)
+        init.normal_(self.down_proj, std=scales.down)
+        if self.bias:
+            init.zeros_(self.up_proj_bias)
+            init.zeros_(self.down_proj_bias)
+
+    def count_macs(self, hidden_states: Tensor, index: Tensor, *args: Any, **kwargs: Any) -> Macs:
+        up, down = (macs_of_experts(weight, index) for weight in (self.up_weight, self.down_proj))
+        return Macs(up.total + down.total, up.active + down.active)
+
     @property
     def up_weight(self) -> Tensor:
         return self.gate_up_proj if self.is_gated else self.up_proj
@@ -164,6 +180,7 @@ EXPERTS = {
 }
 
 
+@FEED_FORWARDS.filled_by("moe")
 class SparseMoeFeedForward(nn.Module):
     """A feed-forward layer of N experts, k of them active per token.
 
@@ -178,9 +195,11 @@ class SparseMoeFeedForward(nn.Module):
         num_experts, num_selected: N and k.
         router_type: "topk" or "noisy_topk".
 
-    Shapes: `[B, T, d]`, `padding_mask` `[B, T]` bool or None -> `[B, T, d]` and the record
-    `{"routings": [Routing]}`.
+    Shapes: `[B, T, d]`, `padding_mask` `[B, T]` bool or None -> `[B, T, d]` and the record of the
+    routing.
     """
+
+    computes_tokens_alone = False  # padding counts in its losses
 
     def __init__(
         self,
@@ -210,13 +229,25 @@ class SparseMoeFeedForward(nn.Module):
             activation=activation,
         )
 
+    @classmethod
+    def from_config(cls, config: Any, **shape: Any) -> SparseMoeFeedForward:
+        """Of the sizes and form of the backbone's own layer; experts have no dropout inside."""
+        shape.pop("dropout")
+        return cls(
+            config,
+            num_experts=config.num_ffn_experts,
+            num_selected=config.num_ffn_experts_per_token,
+            router_type=config.router_type,
+            **shape,
+        )
+
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, Record]:
         routing = self.router(hidden_states, padding_mask)
         output = self.experts(
             hidden_states.flatten(0, -2),
             routing.index.flatten(0, -2),
             routing.weight.flatten(0, -2).to(hidden_states.dtype),
         )
-        return output.view(hidden_states.shape), {"routings": [routing]}
+        return output.view(hidden_states.shape), Record(routings=(routing,))

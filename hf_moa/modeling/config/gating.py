@@ -1,0 +1,317 @@
+"""`GatingConfig`: the configuration fields that every gated backbone has, of all mechanisms.
+
+It is a dataclass mixin: `class MoaBertConfig(GatingConfig, BertConfig)`. What a field means and which
+rules it has is in its mechanism's `mechanism.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers.utils import logging
+
+from ..cct.mechanism import CCT, CctFields, is_budget
+from ..core.fields import check_bool, check_choice, check_int, check_number, fail
+from ..core.mechanism import MECHANISMS, attention_types, ffn_types, register
+from ..mae.mechanism import MAE, MaeFields
+from ..moa.mechanism import MOA, MoaFields
+from ..moe.mechanism import MOE, MoeFields
+from ..routing.mechanism import ROUTER, RouterFields
+
+logger = logging.get_logger(__name__)
+
+register(MAE, MOA, ROUTER, MOE, CCT)  # in the order in which everything names them
+
+_saves_model = ContextVar("saves_model", default=False)
+_loads = ContextVar("loads", default=False)
+
+# The fields of `outputs.GatingOutput` and `GatingSeq2SeqOutput`; `Trainer` must not collect them
+# into predictions.
+GATING_OUTPUT_FIELDS = (
+    "aux_loss",
+    "aux_losses",
+    "task_loss",
+    "expert_load",
+    "budget",
+    "compute_fraction",
+    "compute_cost",
+    "router_logits",
+    "expert_weights",
+    "cct_gates",
+    "cross_router_logits",
+    "cross_expert_weights",
+    "encoder_aux_loss",
+    "decoder_aux_loss",
+    "encoder_compute_fraction",
+    "decoder_compute_fraction",
+    "encoder_router_logits",
+    "decoder_router_logits",
+    "encoder_expert_weights",
+    "decoder_expert_weights",
+    "encoder_cct_gates",
+    "decoder_cct_gates",
+)
+
+
+@dataclass(kw_only=True, repr=False)
+class KindFields:
+    """The fields that choose between mechanisms.
+
+    Args:
+        attention_type (`str`, defaults to `"mha"`):
+            `"mha"` (the plain backbone), `"mae"` (Peng et al. 2020, a mixture of subsets of heads) or
+            `"moa"` (Zhang et al. 2022, k attention heads routed per token).
+        ffn_type (`str`, defaults to `"dense"`): `"dense"` or `"moe"` (Shazeer et al. 2017).
+    """
+
+    attention_type: str = "mha"
+    ffn_type: str = "dense"
+
+
+# the last one's fields come first
+@dataclass(kw_only=True, repr=False)  # it prints as its backbone's does
+class GatingConfig(CctFields, MoeFields, RouterFields, MoaFields, MaeFields, KindFields):
+    """Fields shared by `MoaBertConfig`, `MoaGPT2Config` and `MoaT5Config`: those of `KindFields`,
+    `MaeFields`, `MoaFields`, `RouterFields`, `MoeFields` and `CctFields`.
+
+    Raises:
+        ValueError: a field breaks its rule; the message names the field, the rule and the value. Or a
+            field is unknown whose name begins as a gating field's, or looks like one.
+    """
+
+    # Writes the code that a checkpoint carries. The package sets it; in a checkpoint's own code it is
+    # None, since transformers copies that.
+    write_code: ClassVar[Callable[..., None] | None] = None
+
+    # `AutoModel*` -> the family's class, by name; a subclass fills it in.
+    auto_classes: ClassVar[dict[str, str]] = {}
+    # fields of the backbone
+    backbone_sizes: ClassVar[tuple[str, ...]] = ()
+    backbone_dropouts: ClassVar[tuple[str, ...]] = ()
+    backbone_scales: ClassVar[tuple[str, ...]] = ()  # numbers of at least 0
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "cache",
+        *GATING_OUTPUT_FIELDS,
+    ]
+
+    def __post_init__(self, **kwargs: Any):
+        # Read from the directory of a plain backbone, a config must not keep that one's type.
+        kwargs.pop("model_type", None)
+        key_value_heads = kwargs.pop("num_key_value_heads", None)
+        for mechanism in MECHANISMS.values():
+            for name, default in mechanism.defaults.items():
+                if not hasattr(type(self), name):  # of a mechanism that came later
+                    setattr(self, name, kwargs.pop(name, default))
+        refuse_misspelled(type(self).__name__, kwargs)
+        super().__post_init__(**kwargs)
+        self.validate_gating()
+        expected = 1 if self.attention_type == "moa" else self.num_attention_heads
+        if key_value_heads not in (None, expected):
+            raise ValueError(
+                f"{type(self).__name__}.num_key_value_heads is {expected} with attention_type="
+                f"{self.attention_type!r} and cannot be chosen (got {key_value_heads!r}); leave it out."
+            )
+        try:
+            self.validate()  # the backbone's own rules
+        except StrictDataclassError as error:
+            raise ValueError(f"{type(self).__name__}: {error}") from error
+        if not _loads.get():
+            self._warn_of_unused_fields()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; fields in `kwargs`, which it sets last, are checked with the others."""
+        refuse_misspelled(cls.__name__, kwargs)
+        token = _loads.set(True)
+        try:
+            found = super().from_dict(config_dict, **kwargs)
+        except TypeError as error:  # of transformers' log of the config, before any check
+            raise ValueError(
+                f"{cls.__name__}'s fields must hold what JSON can (got {kwargs}): {error}."
+            ) from error
+        finally:
+            _loads.reset(token)
+        config = found[0] if isinstance(found, tuple) else found
+        config.validate_gating()
+        config._warn_of_unused_fields(kwargs)
+        return found
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """As in transformers, with the code beside it: where this package is not installed, the config
+        loads with `trust_remote_code=True`. Beside a model's, it names every class of the family, and
+        the checkpoint loads as any of them."""
+        folder = Path(save_directory)
+        if self.write_code is not None and not folder.is_file():  # which transformers refuses
+            folder.mkdir(parents=True, exist_ok=True)
+            self.write_code(folder, with_model=_saves_model.get())
+        self.auto_map = {"AutoConfig": f"configuration_{self.model_type}.{type(self).__name__}"}
+        if _saves_model.get() or Path(folder, f"modeling_{self.model_type}.py").exists():
+            for auto_class, name in self.auto_classes.items():
+                self.auto_map[auto_class] = f"modeling_{self.model_type}.{name}"
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `@strict` parents raise an error that is not a ValueError; ours always is one.
+        try:
+            super().__setattr__(name, value)
+        except StrictDataclassError as error:
+            raise ValueError(f"{type(self).__name__}.{name}: {error}") from error
+
+    def validate_gating(self) -> None:
+        """Check every gating field, and the backbone's sizes, dropouts and scales. Called at
+        construction, after loading, and when a model is built."""
+        for name in self.backbone_sizes:
+            check_int(self, name, minimum=1)
+        for name in self.backbone_dropouts:
+            check_number(self, name, minimum=0.0, maximum=1.0)
+        for name in self.backbone_scales:
+            check_number(self, name, minimum=0.0)
+        check_int(self, "chunk_size_feed_forward", minimum=0)
+        check_int(self, "num_attention_heads", minimum=1)
+        check_choice(self, "attention_type", attention_types())
+        check_choice(self, "ffn_type", ffn_types())
+        for mechanism in MECHANISMS.values():
+            for name in mechanism.defaults:
+                if name.startswith("output_"):
+                    check_bool(self, name)
+            mechanism.check(self)
+
+    def _warn_of_unused_fields(self, names: Any = None) -> None:
+        """Say once which fields do nothing: of `names`, or of those that are not at their defaults."""
+        for mechanism in MECHANISMS.values():
+            is_on = mechanism.is_on(self)
+            unused = mechanism.unused(self) if is_on else mechanism.defaults
+            for name, default in mechanism.defaults.items():
+                is_set = getattr(self, name) != default and (names is None or name in names)
+                if is_set and name in unused and not name.startswith("output_"):
+                    reason = unused[name] if is_on else f"{mechanism.name} is off"
+                    logger.warning_once(
+                        f"{type(self).__name__}.{name}={getattr(self, name)!r} does nothing: {reason}."
+                    )
+
+    def validate_budgets(self) -> None:
+        """Check `cct_budgets`: a non-empty list of numbers in (0, 1]. (T5 also takes pairs.)"""
+        budgets = self.cct_budgets
+        if not isinstance(budgets, (list, tuple)) or len(budgets) == 0:
+            fail(self, "cct_budgets", "must be a non-empty list of numbers in (0, 1], or None")
+        for budget in budgets:
+            if not is_budget(budget):
+                fail(self, "cct_budgets", f"must hold numbers in (0, 1], but holds {budget!r}")
+
+    def validate_head_dim(self) -> None:
+        """Check `head_dim` where it may be None: hidden_size / num_attention_heads, but free for MoA."""
+        check_int(self, "head_dim", minimum=1, optional=True)
+        heads, is_moa = self.num_attention_heads, self.attention_type == "moa"
+        if self.hidden_size % heads != 0 and not (is_moa and self.head_dim is not None):
+            fail(
+                self,
+                "num_attention_heads",
+                f"must divide hidden_size={self.hidden_size}, or attention_type be 'moa' and head_dim "
+                f"be given (attention_type={self.attention_type!r}, head_dim={self.head_dim!r})",
+            )
+        if not is_moa and self.head_dim not in (None, self.hidden_size // heads):
+            fail(
+                self,
+                "head_dim",
+                f"must be hidden_size / num_attention_heads = {self.hidden_size // heads} (or None) "
+                f"for attention_type={self.attention_type!r}; it is free for 'moa'",
+            )
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the feed-forward layer, whatever the backbone calls it."""
+        raise NotImplementedError
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Size of one attention head, whatever the backbone calls it."""
+        raise NotImplementedError
+
+    @property
+    def attention_experts(self) -> int:
+        """N of MoA: `num_attention_experts`, or twice the active heads."""
+        return self.num_attention_experts or 2 * self.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys and values, for those who make caches. Only of MoA, whose experts share one:
+        where there is no such field, transformers takes as many as there are of queries."""
+        if self.attention_type != "moa":
+            raise AttributeError(f"{type(self).__name__} has no num_key_value_heads without MoA.")
+        return 1
+
+    @property
+    def stack_budgets(self) -> list[float]:
+        """The budgets of one stack of layers, repeats included."""
+        return self.cct_budgets
+
+    @property
+    def default_stack_budget(self) -> float:
+        """The budget of a stack in eval, where none is chosen."""
+        return max(self.stack_budgets)
+
+    @property
+    def budget_half(self) -> int | None:
+        """Which number of a pair of budgets is the stack's: None where there are no pairs."""
+        return None
+
+    @property
+    def listed_budgets(self) -> list[Any]:
+        """`cct_budgets`, each once, largest first, pairs as tuples; none without CCT."""
+        listed = [tuple(b) if isinstance(b, (list, tuple)) else b for b in self.cct_budgets or []]
+        return sorted(
+            set(listed), key=lambda b: (sum(b), b) if isinstance(b, tuple) else b, reverse=True
+        )
+
+    @property
+    def has_cct(self) -> bool:
+        return self.cct_budgets is not None
+
+
+def refuse_misspelled(config_name: str, unknown: Any) -> None:
+    """Refuse unknown fields that must be meant for gating fields: transformers would keep them and the
+    model be a plain one.
+
+    Args:
+        config_name: of the class, for the message.
+        unknown: names of fields, known ones among them or not.
+
+    Raises:
+        ValueError: one begins as a mechanism's fields do, or is close to the name of a gating field.
+    """
+    known = ["attention_type", "ffn_type", *(n for m in MECHANISMS.values() for n in m.defaults)]
+    prefixes = tuple(prefix for m in MECHANISMS.values() for prefix in m.prefixes)
+    for name in unknown:
+        if name in known or name in _NOT_OURS:
+            continue
+        close = get_close_matches(name, known, n=1, cutoff=0.85)
+        if close or name.startswith(prefixes):
+            alike = [each for each in known if each.split("_")[0] == name.split("_")[0]]
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(alike or known)}."
+            raise ValueError(f"{config_name} has no field {name} (got {unknown[name]!r}): {hint}")
+
+
+# Names that other libraries give to fields of their own, which look like ours.
+_NOT_OURS = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
+
+
+@contextmanager
+def saving_model() -> Iterator[None]:
+    """Within, a configuration is saved with the code of its models."""
+    token = _saves_model.set(True)
+    try:
+        yield
+    finally:
+        _saves_model.reset(token)

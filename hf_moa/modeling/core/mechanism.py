@@ -1,0 +1,84 @@
+"""What a mechanism declares of itself, and the mechanisms that are known.
+
+A mechanism is a folder. Its `mechanism.py` has the fields of its configuration, their rules and one
+`Mechanism`; all else that the package asks of mechanisms it finds from there: see `Mechanism`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+def _nothing(config: Any) -> None:
+    """The check of fields without rules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """A mechanism, as configurations, models, adapters, cards and measures see it.
+
+    Args:
+        name: short, as cards and tables have it, such as "mae".
+        fields: a dataclass of its configuration fields. Its docstring says what each means.
+        is_on: whether a configuration asks for the mechanism.
+        check: raises a ValueError for fields that break a rule, of any configuration.
+        unused: the fields that do nothing in a configuration where the mechanism is on, each with the
+            reason.
+        prefixes: what the names of its fields begin with.
+        attention_type: the value of that field that chooses it; None where none does.
+        ffn_type: the same of that field.
+        gate_kind: the `gate_kind` of its modules, as FTG calls them; None where it has none.
+        has_auxiliary_losses: whether training adds losses of its own.
+        code: the modules of its layers, relative to the folder `modeling`: a checkpoint carries them
+            where the mechanism is on.
+    """
+
+    name: str
+    fields: type
+    is_on: Callable[[Any], bool]
+    check: Callable[[Any], None] = _nothing
+    unused: Callable[[Any], dict[str, str]] = lambda config: {}
+    prefixes: tuple[str, ...] = ()
+    attention_type: str | None = None
+    ffn_type: str | None = None
+    gate_kind: str | None = None
+    has_auxiliary_losses: bool = False
+    code: tuple[str, ...] = ()
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Its fields and their defaults."""
+        return {field.name: field.default for field in fields(self.fields)}
+
+
+MECHANISMS: dict[str, Mechanism] = {}
+
+
+def register(*mechanisms: Mechanism) -> None:
+    """Make mechanisms known, each instead of one of its name.
+
+    Configurations have their fields from now on, and take their `attention_type` or `ffn_type`.
+    """
+    MECHANISMS.update({mechanism.name: mechanism for mechanism in mechanisms})
+
+
+def mechanisms_of(config: Any) -> list[Mechanism]:
+    """Those that a configuration asks for."""
+    return [mechanism for mechanism in MECHANISMS.values() if mechanism.is_on(config)]
+
+
+def attention_types() -> tuple[str, ...]:
+    """The values of `attention_type`."""
+    return ("mha", *(m.attention_type for m in MECHANISMS.values() if m.attention_type))
+
+
+def ffn_types() -> tuple[str, ...]:
+    """The values of `ffn_type`."""
+    return ("dense", *(m.ffn_type for m in MECHANISMS.values() if m.ffn_type))
+
+
+def gate_kinds() -> tuple[str, ...]:
+    """The kinds of gates that there are."""
+    return tuple(m.gate_kind for m in MECHANISMS.values() if m.gate_kind)

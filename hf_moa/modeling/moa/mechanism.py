@@ -1,0 +1,41 @@
+"""What MoA declares: its configuration fields and their rules (Zhang et al. 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.fields import check_int, fail
+from ..core.mechanism import Mechanism
+
+
+@dataclass(kw_only=True, repr=False)
+class MoaFields:
+    """Configuration fields of MoA, beside `num_attention_heads` (k), `head_dim` and the routers'.
+
+    Args:
+        num_attention_experts (`int` or `None`, defaults to `None`):
+            N of MoA, at least `num_attention_heads` (k); `None`: 2k.
+    """
+
+    num_attention_experts: int | None = None
+
+
+def _check_moa(config: Any) -> None:
+    check_int(config, "num_attention_experts", minimum=1, optional=True)
+    heads, experts = config.num_attention_heads, config.num_attention_experts
+    if MOA.is_on(config) and experts is not None and experts < heads:
+        rule = f"must be at least num_attention_heads={heads}, the heads active per token"
+        fail(config, "num_attention_experts", rule)
+
+
+MOA = Mechanism(
+    name="moa",
+    fields=MoaFields,
+    prefixes=("moa_", "num_attention_experts"),
+    attention_type="moa",
+    is_on=lambda config: config.attention_type == "moa",
+    check=_check_moa,
+    has_auxiliary_losses=True,
+    code=("moa/mixture.py",),
+)
