@@ -18,7 +18,8 @@ from transformers.utils import logging
 
 from .kinds import is_one
 from .modeling.config.gating import GatingConfig
-from .upcycle_families import TASKS, Family, family_of
+from .upcycling.families import TASKS, Family, family_of
+from .upcycling.weights import convert
 
 __all__ = ["TASKS", "upcycle"]
 
@@ -94,7 +95,8 @@ def upcycle(
         for key, tensor in source.state_dict().items()
         if not key.startswith(unused)
     }
-    return _build(target_class, config, family.convert(state, source.config, config), source)
+    state = convert(state, family.layout(source.config), config)
+    return _build(target_class, config, state, source)
 
 
 def _load(
@@ -178,7 +180,12 @@ def _target_config(
             "source computes (got True)."
         )
     names = family.config_class.attribute_map
-    chosen = {"attention_type": attention_type, "cct_sublayer_norm": False} | config_fields
+    head_dim = getattr(source, "d_kv", None) or source.hidden_size // source.num_attention_heads
+    chosen = {"attention_type": attention_type} | config_fields
+    if chosen.get("cct_budgets") is not None:
+        chosen["cct_sublayer_norm"] = False
+    if attention_type == "moa":  # whose number of active heads is free
+        chosen.setdefault("head_dim", head_dim)
     config = family.config_class(
         **inherited | {names.get(name, name): value for name, value in chosen.items()}
     )
@@ -187,15 +194,13 @@ def _target_config(
             "pre_norm must stay as the source has it: moving the LayerNorms would change what it "
             f"computes (got {config.pre_norm!r})."
         )
-    head_dim = getattr(source, "d_kv", None) or source.hidden_size // source.num_attention_heads
     if config.attention_head_dim != head_dim:
         raise ValueError(
             f"head_dim must be the source's, {head_dim}, whose heads the experts start from (got "
-            f"{config.attention_head_dim!r}). With another num_attention_heads, give "
-            f"head_dim={head_dim}."
+            f"{config.attention_head_dim!r}); leave it out."
         )
     if attention_type == "moa":
-        config.num_attention_experts, config.head_dim = config.attention_experts, head_dim
+        config.num_attention_experts = config.attention_experts
     return config
 
 

@@ -17,7 +17,7 @@ from hf_moa import MoaBertConfig, MoaBertForMultipleChoice
 from hf_moa.cli import main
 from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
-from hf_moa.upcycle_families import TASKS
+from hf_moa.upcycling.families import TASKS
 from hf_moa_cli.command import load_checkpoint
 from hf_moa_cli.gating_fields import gating_fields
 

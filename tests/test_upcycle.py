@@ -344,7 +344,6 @@ def test_upcycled_model_saves_and_loads(tmp_path):
         ({"pre_norm": True}, "pre_norm"),
         ({"cct_budgets": [1], "cct_sublayer_norm": True}, "cct_sublayer_norm"),
         ({"attention_type": "moa", "head_dim": 16}, "head_dim"),
-        ({"attention_type": "moa", "num_attention_heads": 2}, "head_dim"),
         ({"task": "fill-mask"}, "leave them out"),
     ],
     ids=str,
@@ -392,3 +391,13 @@ def test_the_source_is_remembered_but_is_no_base_of_adapters(tmp_path):
     assert model.config.name_or_path == str(tmp_path)
     adapter = get_peft_model(model, hf_moa.FTGConfig())
     assert not adapter.peft_config["default"].base_model_name_or_path
+
+
+def test_moa_of_other_active_heads_takes_the_sources_head_size():
+    source = source_of()
+    model = upcycle(source, "moa", num_attention_heads=2, num_attention_experts=6)
+    head_dim = source.config.hidden_size // source.config.num_attention_heads
+    assert (model.config.num_attention_heads, model.config.head_dim) == (2, head_dim)
+    layer = model.base_model.encoder.layer[0].attention
+    heads = source.base_model.encoder.layer[0].attention.self.query.weight.unflatten(0, (-1, head_dim))
+    assert torch.equal(layer.self.query.weight, heads[[i % len(heads) for i in range(6)]])

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_moa.kinds import is_one
 from hf_moa.markdown import table, union_table
 from hf_moa.modeling.config.gating import GatingConfig
-from hf_moa.upcycle_families import family_of
+from hf_moa.upcycling.families import family_of
 
 from .expert_load import expert_load_table
 from .facts import TrainingFacts, is_finite, is_hub_id

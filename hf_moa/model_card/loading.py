@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_moa.modeling.config.gating import GatingConfig
-from hf_moa.upcycle_families import family_of
+from hf_moa.upcycling.families import family_of
 
 _GENERATIVE = ("text-generation", "text2text-generation")
 

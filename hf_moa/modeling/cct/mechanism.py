@@ -76,4 +76,5 @@ CCT = Mechanism(
     gate_kind="cct",
     has_auxiliary_losses=True,
     code=("cct/gating.py", "cct/costs.py"),
+    package=__package__,
 )

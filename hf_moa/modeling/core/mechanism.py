@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -33,6 +35,7 @@ class Mechanism:
         has_auxiliary_losses: whether training adds losses of its own.
         code: the modules of its layers, relative to the folder `modeling`: a checkpoint carries them
             where the mechanism is on.
+        package: its folder, as `__package__` has it, with what a checkpoint does not carry: see `part`.
     """
 
     name: str
@@ -46,6 +49,17 @@ class Mechanism:
     gate_kind: str | None = None
     has_auxiliary_losses: bool = False
     code: tuple[str, ...] = ()
+    package: str | None = None
+
+    def part(self, name: str) -> Any:
+        """A module of the mechanism's folder; None where it has none of this name.
+
+        - `upcycling`: `convert_attention`, `convert_feed_forward` (see `hf_moa/upcycling/weights.py`)
+        - `card`: what model cards say of it (see `hf_moa/model_card/mechanisms.py`)
+        - `analysis`: its `Measure`s (see `hf_moa/analysis/analyze.py`)
+        """
+        place = f"{self.package}.{name}"
+        return import_module(place) if self.package and find_spec(place) else None
 
     @property
     def defaults(self) -> dict[str, Any]:

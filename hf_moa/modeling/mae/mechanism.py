@@ -79,4 +79,5 @@ MAE = Mechanism(
     unused=_unused_mae_fields,
     gate_kind="mae",
     code=("mae/mixture.py", "mae/totals.py"),
+    package=__package__,
 )

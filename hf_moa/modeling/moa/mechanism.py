@@ -38,4 +38,5 @@ MOA = Mechanism(
     check=_check_moa,
     has_auxiliary_losses=True,
     code=("moa/mixture.py",),
+    package=__package__,
 )

@@ -42,4 +42,5 @@ MOE = Mechanism(
     check=_check_moe,
     has_auxiliary_losses=True,
     code=("moe/feed_forward.py",),
+    package=__package__,
 )

@@ -58,4 +58,5 @@ ROUTER = Mechanism(
     check=_check_routers,
     gate_kind="router",
     code=("routing/totals.py",),
+    package=__package__,
 )

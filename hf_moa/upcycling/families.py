@@ -1,23 +1,23 @@
-"""What `upcycle` knows of each backbone: its classes, its tasks, and how its weights convert."""
+"""What `upcycle` knows of each backbone: its classes, its tasks, and where its weights are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .modeling.bert import model as modeling_moa_bert
-from .modeling.bert.configuration import MoaBertConfig
-from .modeling.gpt2 import model as modeling_moa_gpt2
-from .modeling.gpt2.configuration import MoaGPT2Config
-from .modeling.t5 import model as modeling_moa_t5
-from .modeling.t5.configuration import MoaT5Config
-from .upcycle_bert import convert_bert
-from .upcycle_gpt2 import convert_gpt2
-from .upcycle_t5 import convert_t5
+from hf_moa.modeling.bert import model as modeling_moa_bert
+from hf_moa.modeling.bert.configuration import MoaBertConfig
+from hf_moa.modeling.gpt2 import model as modeling_moa_gpt2
+from hf_moa.modeling.gpt2.configuration import MoaGPT2Config
+from hf_moa.modeling.t5 import model as modeling_moa_t5
+from hf_moa.modeling.t5.configuration import MoaT5Config
+
+from .bert import BertLayout
+from .gpt2 import Gpt2Layout
+from .t5 import T5Layout
+from .weights import Layout
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Family:
         config_class: the gated configuration.
         modeling: the module of the gated classes.
         tasks: task -> the source's class, by name. The values are all classes there are.
-        convert: `(state dict, source's config, gated config)` -> the gated model's state dict.
+        layout: where it has a layer's weights.
         extra_fields: configuration fields that may be set beside the gating ones.
         aliases: a class without a gated one -> the class that stands for it, and the prefixes of the
             weights which that one has no use for.
@@ -39,7 +39,7 @@ class Family:
     config_class: type[PreTrainedConfig]
     modeling: ModuleType
     tasks: dict[str, str]
-    convert: Callable[[dict[str, Tensor], PreTrainedConfig, PreTrainedConfig], dict[str, Tensor]]
+    layout: type[Layout]
     extra_fields: tuple[str, ...]
     aliases: dict[str, tuple[str, tuple[str, ...]]]
 
@@ -71,7 +71,7 @@ FAMILIES = (
             fill_mask="ForMaskedLM",
             multiple_choice="ForMultipleChoice",
         ),
-        convert=convert_bert,
+        layout=BertLayout,
         extra_fields=("num_attention_heads", "head_dim", "pre_norm", "sparse_prediction"),
         # Pretraining checkpoints hold a masked language model; their next-sentence head has no use here.
         aliases={
@@ -83,7 +83,7 @@ FAMILIES = (
         config_class=MoaGPT2Config,
         modeling=modeling_moa_gpt2,
         tasks=_tasks("GPT2", feature_extraction="Model", text_generation="LMHeadModel"),
-        convert=convert_gpt2,
+        layout=Gpt2Layout,
         extra_fields=("num_attention_heads", "head_dim"),
         aliases={},
     ),
@@ -97,7 +97,7 @@ FAMILIES = (
             text2text_generation="ForConditionalGeneration",
             text_encoding="EncoderModel",
         ),
-        convert=convert_t5,
+        layout=T5Layout,
         extra_fields=("num_attention_heads", "head_dim"),
         aliases={},
     ),

@@ -1,0 +1,41 @@
+"""How attention experts start from the heads of a pretrained layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from hf_moa.upcycling.weights import AttentionWeights
+
+
+def convert_attention(weights: AttentionWeights, config: Any) -> AttentionWeights:
+    """Expert i starts from head `i % h`; the one head of keys and values is the mean of the source's.
+
+    The experts' output projections are k times as large: the weights of the k active ones sum to 1, not
+    to k.
+    """
+    heads = weights.num_heads
+    experts = [i % heads for i in range(config.attention_experts)]
+
+    def of_experts(tensor: Tensor | None) -> Tensor | None:
+        """`[h * dh, ...]` -> `[N, dh, ...]`."""
+        return None if tensor is None else tensor.unflatten(0, (heads, -1))[experts]
+
+    def mean(tensor: Tensor | None) -> Tensor | None:
+        """`[h * dh, ...]` -> `[dh, ...]`."""
+        return None if tensor is None else tensor.unflatten(0, (heads, -1)).mean(dim=0)
+
+    position_bias = weights.position_bias
+    return replace(
+        weights,
+        query=of_experts(weights.query),
+        query_bias=of_experts(weights.query_bias),
+        key=mean(weights.key),
+        key_bias=mean(weights.key_bias),
+        value=mean(weights.value),
+        value_bias=mean(weights.value_bias),
+        output=(of_experts(weights.output) * config.num_attention_heads).contiguous(),
+        position_bias=None if position_bias is None else position_bias[:, experts],
+    )

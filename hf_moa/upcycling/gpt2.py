@@ -1,0 +1,51 @@
+"""Where GPT-2 has a layer's weights: transposed, and queries, keys and values in one matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .weights import AttentionWeights, FeedForwardWeights, Layout
+
+
+class Gpt2Layout(Layout):
+    """`h.N.attn.c_attn` and so on; queries of cross-attention, and of experts, are in `q_attn`."""
+
+    attention = r"(.*h\.\d+\.(?:attn|crossattention))\.c_proj\.weight"
+    feed_forward = r"(.*h\.\d+\.mlp)\.c_fc\.weight"
+
+    def read_attention(self, state: dict[str, Tensor], layer: str) -> AttentionWeights:
+        query, key, value = self._query_key_value(state, layer, "weight")
+        query_bias, key_bias, value_bias = self._query_key_value(state, layer, "bias")
+        return AttentionWeights(
+            self.source.n_head,
+            query=query,
+            key=key,
+            value=value,
+            output=state[f"{layer}.c_proj.weight"],
+            query_bias=query_bias,
+            key_bias=key_bias,
+            value_bias=value_bias,
+        )
+
+    def _query_key_value(self, state: dict[str, Tensor], layer: str, kind: str) -> tuple[Tensor, ...]:
+        taken = [state.pop(f"{layer}.{name}.{kind}", None) for name in ("q_attn", "c_attn")]
+        # shape: (d, out) -> (out, d); a bias stays as it is
+        query, merged = (x.T if x is not None and x.ndim == 2 else x for x in taken)
+        return merged.chunk(3) if query is None else (query, *merged.chunk(2))
+
+    def write_attention(self, state: dict[str, Tensor], layer: str, weights: AttentionWeights) -> None:
+        state[f"{layer}.q_attn.weight"] = weights.query
+        state[f"{layer}.q_attn.bias"] = weights.query_bias
+        key_value = torch.cat([weights.key, weights.value])
+        state[f"{layer}.c_attn.weight"] = key_value.T.contiguous()
+        state[f"{layer}.c_attn.bias"] = torch.cat([weights.key_bias, weights.value_bias])
+        state[f"{layer}.c_proj.weight"] = weights.output
+
+    def read_feed_forward(self, state: dict[str, Tensor], layer: str) -> FeedForwardWeights:
+        return FeedForwardWeights(
+            up=state.pop(f"{layer}.c_fc.weight").T,
+            up_bias=state.pop(f"{layer}.c_fc.bias"),
+            down=state.pop(f"{layer}.c_proj.weight").T,
+            down_bias=state.pop(f"{layer}.c_proj.bias"),
+        )

@@ -1,0 +1,117 @@
+"""A layer's weights in one form for all backbones, and how they become those of a gated model.
+
+A backbone's `Layout` reads them from a state dict under its own names and writes them back. What a
+mechanism makes of them is in its folder, in `upcycling.py`:
+
+    def convert_attention(weights: AttentionWeights, config) -> AttentionWeights
+    def convert_feed_forward(weights: FeedForwardWeights, config) -> dict[str, Tensor]
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from hf_moa.modeling.core.mechanism import mechanisms_of
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Of one attention layer, as `x @ W.T`, except the output's: `x @ W`.
+
+    Attributes:
+        num_heads: h, of the source.
+        query, key, value: `[h * dh, d]`, and their biases `[h * dh]`; of experts `[N, dh, d]` and
+            `[N, dh]`.
+        output: `[h * dh, d]`; of experts `[N, dh, d]`. Its bias, which is the layer's, stays as it is.
+        position_bias: `[buckets, h]`, where the layer has one.
+    """
+
+    num_heads: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+    position_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FeedForwardWeights:
+    """Of one feed-forward layer: `up` `[ff, d]`, `down` `[d, ff]`, their biases where there are any, and
+    `linear` `[ff, d]`, what the activation is multiplied with, where there is such a thing."""
+
+    up: Tensor
+    down: Tensor
+    linear: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+class Layout:
+    """Where a backbone has a layer's weights.
+
+    Attributes:
+        attention, feed_forward: patterns of the name of a weight that each such layer has; the first
+            group is the layer's name.
+    """
+
+    attention: ClassVar[str]
+    feed_forward: ClassVar[str]
+
+    def __init__(self, source: Any):
+        self.source = source
+
+    def read_attention(self, state: dict[str, Tensor], layer: str) -> AttentionWeights:
+        """Take an attention layer's weights out of a state dict."""
+        raise NotImplementedError
+
+    def write_attention(self, state: dict[str, Tensor], layer: str, weights: AttentionWeights) -> None:
+        """Put them in."""
+        raise NotImplementedError
+
+    def read_feed_forward(self, state: dict[str, Tensor], layer: str) -> FeedForwardWeights:
+        """Take a feed-forward layer's weights out of a state dict."""
+        raise NotImplementedError
+
+    def name_of_feed_forward(self, layer: str) -> str:
+        """The name of the module that stands for that layer in a gated model."""
+        return layer
+
+
+def convert(state: dict[str, Tensor], layout: Layout, config: Any) -> dict[str, Tensor]:
+    """The gated model's state dict, without what the source cannot have.
+
+    Args:
+        state: the source's.
+        layout: the source's.
+        config: the gated model's.
+    """
+    state = dict(state)
+    for mechanism in mechanisms_of(config):
+        part = mechanism.part("upcycling")
+        if hasattr(part, "convert_attention"):
+            for layer in _layers(state, layout.attention):
+                weights = part.convert_attention(layout.read_attention(state, layer), config)
+                layout.write_attention(state, layer, weights)
+        if hasattr(part, "convert_feed_forward"):
+            for layer in _layers(state, layout.feed_forward):
+                weights = part.convert_feed_forward(layout.read_feed_forward(state, layer), config)
+                name = layout.name_of_feed_forward(layer)
+                state |= {f"{name}.{key}": tensor for key, tensor in weights.items()}
+    return state
+
+
+def _layers(state: dict[str, Tensor], pattern: str) -> list[str]:
+    """The first groups of the names that match `pattern` in full."""
+    return [match[1] for name in state if (match := re.fullmatch(pattern, name))]
+
+
+def stored(output: Tensor) -> Tensor:
+    """An output projection as a linear layer stores it, `[d, h * dh]`; experts' as they are."""
+    return output if output.ndim == 3 else output.T.contiguous()
