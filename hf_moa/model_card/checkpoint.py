@@ -13,8 +13,16 @@ from transformers import AutoConfig
 from hf_moa.modeling.core.configuration import GatingConfig
 
 from .adapter import Adapter
-from .card import BUDGETS, DATA, HYPERPARAMETERS, model_card
-from .existing import base_on_hub, merged_card, read_card, split_sections
+from .card import model_card
+from .existing import (
+    base_on_hub,
+    forget_base,
+    knows_results,
+    merged_card,
+    read_card,
+    sections_of,
+    training_data,
+)
 from .facts import (
     DataUsed,
     TrainingFacts,
@@ -22,16 +30,25 @@ from .facts import (
     at_budget,
     eval_results,
     hub_name,
+    listed,
+    named_data,
     named_metrics,
+    read_json,
+    read_object,
 )
-from .files import read_json, read_object
-from .known import knows_results, named_data, training_data, without_base
-from .loading import class_of, task_of
 from .tables import budget_table
 from .trainer import final_metrics, history_of
 
 _METRIC_FILES = ("all_results.json", "eval_results.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
+# What trainer_state.json tells of the training -> what a card calls it.
+_HYPERPARAMETERS = {
+    "train_batch_size": "train_batch_size",
+    "max_steps": "training_steps",
+    "num_train_epochs": "num_epochs",
+    "global_step": "steps_done",
+    "epoch": "epochs_done",
+}
 
 
 def checkpoint_card(
@@ -58,13 +75,12 @@ def checkpoint_card(
             trainer_state.json, all_results.json or eval_results.json, budget_results*.json (if there is
             one), README.md.
         name: the model's id on the Hub, for the snippets. Default: the folder's name.
-        license: the Hub's identifier, such as "apache-2.0". Default: that of the old card.
+        license, language: as of `model_card`. Default: those of the old card.
         base_model: id on the Hub. Default: that of the old card; of an adapter, the base that it names.
         datasets: ids on the Hub. Default: those of the old card. The results in the metadata are on the
             data set, where there is one.
-        language: such as "en". Default: those of the old card.
         task: what the model does, in the Hub's words. Default: that of the old card, or of the class.
-        metrics: by name, or a JSON file of them, in the place of those beside the checkpoint.
+        metrics: by name, or a JSON file of them, instead of those beside the checkpoint.
         budgets: the rows that `evaluate_budgets` returned, or a JSON file of them.
         training: how these very weights were made: what the old card says of others' results is gone.
             Default: what trainer_state.json tells, or else the old card.
@@ -73,78 +89,82 @@ def checkpoint_card(
             what wrote it knew more of them.
         adapter: the adapter in the folder. Default: what adapter_config.json says; its base's
             configuration is read from where it is, which may be the Hub.
-        expert_load: as of `model_card`. Default: what the old card says of it.
-        expert_load_of: what it is the mean over, in words.
+        expert_load, expert_load_of: as of `model_card`. Default: what the old card says.
 
     Raises:
         ValueError: there is neither file, or not of a gated model; an adapter's base cannot be read; a
             file does not hold what it should; `license` or `base_model` is no identifier.
     """
     folder = Path(folder)
-    name = name or folder.absolute().name
     old = read_card(folder / "README.md") if old is None else old
-    if adapter is None and _is_adapter(folder):
+    if adapter is None and _has(folder, "adapter_config.json") and not _has(folder, "config.json"):
         adapter = Adapter.in_folder(folder, base_model=base_model)
     if adapter is None:
-        config, model_class = _config(folder), None
-        carries_code = _has(folder, f"modeling_{config.model_type}.py")
+        config = _config(folder)
+        facts = {"carries_code": _has(folder, f"modeling_{config.model_type}.py")}
     else:
-        config, model_class = adapter.config, adapter.model_class
-        carries_code = adapter.base_carries_code
+        config, facts = adapter.config, adapter.facts()
         if adapter.base_folder is None:
             base_model = base_model or hub_name(adapter.base)
-        else:
-            old = without_base(old, adapter.base)
+        elif old is not None:
+            forget_base(old, adapter.base)
         base_model = base_model or base_on_hub(old)
-    known = old.data if old is not None else None
-    said = {} if old is None or training is not None else dict(split_sections(old.text)[1])
     given = list(datasets)
+    if old is not None:
+        datasets, task = given or listed(old.data.datasets), task or old.data.pipeline_tag
     state = read_object(folder / "trainer_state.json") if _has(folder, "trainer_state.json") else {}
-    log = state.get("log_history") or []
-    datasets = given or _listed(known and known.datasets)
-    model_class = class_of(config, model_class)
-    task = task or (known and known.pipeline_tag) or task_of(config, model_class)
-    data = _evaluated(datasets, known.eval_results if known and known.eval_results else [])
     found = _metrics(folder, metrics, config) or _logged_metrics(state)
-    results = eval_results(found, task=task, data=data)
+    results = eval_results(found, task=task, data=_evaluated(datasets, old))
     budget_rows = _budget_rows(folder, budgets)
-    # what made the old card measured the same, and may know more of it: on what, and on which machine
-    is_same_run = old is not None and training is None and metrics is None and not given
-    if is_same_run and knows_results(old, results):
-        results = []
-    if budgets is None and budget_rows and budget_table(budget_rows) in said.get(BUDGETS, ""):
-        budget_rows = []
+    if training is None:
+        # what made the old card measured the same, and may know more of it: on what, on which machine
+        said = sections_of(old)
+        if old is not None and metrics is None and not given and knows_results(old, results):
+            results = []
+        if (
+            budgets is None
+            and budget_rows
+            and budget_table(budget_rows) in said.get("Compute budgets", "")
+        ):
+            budget_rows = []
+        shown = {
+            _HYPERPARAMETERS[key]: state[key] for key in _HYPERPARAMETERS if state.get(key) is not None
+        }
+        training = TrainingFacts(
+            # the section of the old card stays where nobody names others
+            data=training_data(old, datasets) if given or "Training data" not in said else (),
+            # that of its trainer says more than the state does
+            hyperparameters={} if "Training hyperparameters" in said else shown,
+            history=history_of(state.get("log_history") or []),
+        )
+        same_weights = True
+    else:
+        same_weights = False
     card = model_card(
         config,
-        name=name,
-        model_class=model_class,
+        name=name or folder.absolute().name,
         license=license,
         base_model=base_model,
         datasets=datasets,
         language=language,
         task=task,
         results=results,
-        training=training
-        or TrainingFacts(
-            # the section of the old card stays where nobody names others
-            data=training_data(old, datasets) if given or DATA not in said else (),
-            hyperparameters={} if _tells_hyperparameters(old) else _hyperparameters(state),
-            history=history_of(log),
-        ),
+        training=training,
         budget_rows=budget_rows,
-        has_tokenizer=any(_has(folder, name) for name in _TOKENIZER_FILES),
-        carries_code=carries_code,
-        adapter=None if adapter is None else adapter.method,
-        adapter_trains=None if adapter is None else adapter.trains,
-        base_folder=None if adapter is None else adapter.base_folder,
+        has_tokenizer=any(_has(folder, file) for file in _TOKENIZER_FILES),
         expert_load=expert_load,
         expert_load_of=expert_load_of,
+        **facts,
     )
-    return merged_card(card, old, same_weights=training is None)
+    return merged_card(card, old, same_weights=same_weights)
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()
 
 
 def _config(folder: Path) -> GatingConfig:
-    if not folder.is_dir() or not _has(folder, "config.json"):
+    if not _has(folder, "config.json"):
         raise ValueError(
             f"The checkpoint must be a folder with config.json or adapter_config.json (got {folder}, "
             "which has neither); give the folder that save_pretrained or MoaTrainer wrote."
@@ -158,17 +178,9 @@ def _config(folder: Path) -> GatingConfig:
     return AutoConfig.from_pretrained(folder)
 
 
-def _is_adapter(folder: Path) -> bool:
-    return _has(folder, "adapter_config.json") and not _has(folder, "config.json")
-
-
-def _has(folder: Path, name: str) -> bool:
-    return (folder / name).is_file()
-
-
 def _metrics(
     folder: Path, given: str | Path | Mapping[str, float] | None, config: GatingConfig
-) -> list[tuple]:
+) -> list[tuple[str, str, float | int]]:
     if given is not None:
         entries = given if isinstance(given, Mapping) else read_object(Path(given))
         wrong = [name for name, value in entries.items() if as_number(value) is None]
@@ -179,36 +191,26 @@ def _metrics(
                 f'{{"accuracy": 0.9}} (got {"no number for " + ", ".join(wrong) if wrong else "none"}).'
             )
         return found
-    for name in _METRIC_FILES:
-        entries = read_object(folder / name) if _has(folder, name) else {}
-        found = named_metrics(_at_largest_budget(entries, config))
-        if found:
-            return found
-    return []
+    entries = (read_object(folder / name) for name in _METRIC_FILES if _has(folder, name))
+    named = (named_metrics(_at_largest_budget(entry, config)) for entry in entries)
+    return next(filter(None, named), [])
 
 
 def _at_largest_budget(entries: Mapping[str, Any], config: GatingConfig) -> dict[str, Any]:
     """What an Accelerate script wrote, of a CCT model at its largest budget under the plain names."""
-    if not config.has_cct:
-        return dict(entries)
-    largest = at_budget("", config.listed_budgets[0])
     found = dict(entries)
-    for name in (key.removesuffix(largest) for key in entries if key.endswith(largest)):
-        measured = [at_budget(name, budget) for budget in config.listed_budgets]
-        if all(each in entries for each in measured):
-            found[name] = found[measured[0]]
-            for each in measured:
-                found.pop(each, None)
-    if found.keys() != entries.keys():
-        found.pop("compute_fraction", None)
+    ends = [at_budget("", budget) for budget in config.listed_budgets]
+    for name in [key.removesuffix(ends[0]) for key in entries if ends and key.endswith(ends[0])]:
+        if all(name + end in entries for end in ends):
+            largest, *_ = [found.pop(name + end) for end in ends]
+            found |= {} if name == "compute_fraction" else {name: largest}
     return found
 
 
-def _logged_metrics(state: Mapping[str, Any]) -> list[tuple]:
+def _logged_metrics(state: Mapping[str, Any]) -> list[tuple[str, str, float | int]]:
     """Metrics of the weights that a trainer's state belongs to."""
     log, step, best = (state.get(name) for name in ("log_history", "global_step", "best_global_step"))
-    is_over = any("train_runtime" in entry for entry in log or [])
-    if is_over and best not in (None, step):
+    if best not in (None, step) and any("train_runtime" in entry for entry in log or []):
         return []  # the weights may be the best ones or the last; the state does not say which
     return final_metrics(log or [], step=step)
 
@@ -237,41 +239,20 @@ def _source(given: Any, name: str) -> Any:
     return given if isinstance(given, (str, Path)) else f"`{name}`"
 
 
-def _evaluated(datasets: list[str], results: list[EvalResult]) -> DataUsed | None:
+def _evaluated(datasets: Sequence[str], old: ModelCard | None) -> DataUsed | None:
     """What the metrics were measured on: the one data set, just as the old card's results name it."""
     if len(datasets) != 1:
         return None
-    known = {
-        DataUsed(
-            use="evaluation",
-            name=result.dataset_name,
-            dataset=result.dataset_type,
-            config=result.dataset_config,
-            split=result.dataset_split,
-            revision=result.dataset_revision,
-        )
-        for result in results
-    }
-    return known.pop() if [used.dataset for used in known] == datasets else named_data(datasets[0])
+    known = {_data_of(result) for result in listed(old and old.data.eval_results)}
+    return known.pop() if [used.dataset for used in known] == [*datasets] else named_data(datasets[0])
 
 
-def _listed(value: Any) -> list[str]:
-    if not value:
-        return []
-    return [value] if isinstance(value, str) else list(value)
-
-
-def _tells_hyperparameters(old: ModelCard | None) -> bool:
-    """Whether a card says more than a trainer's state does: its trainer wrote it."""
-    return old is not None and HYPERPARAMETERS in dict(split_sections(old.text)[1])
-
-
-def _hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
-    names = {
-        "train_batch_size": "train_batch_size",
-        "max_steps": "training_steps",
-        "num_train_epochs": "num_epochs",
-        "global_step": "steps_done",
-        "epoch": "epochs_done",
-    }
-    return {shown: state[name] for name, shown in names.items() if state.get(name) is not None}
+def _data_of(result: EvalResult) -> DataUsed:
+    return DataUsed(
+        use="evaluation",
+        name=result.dataset_name,
+        dataset=result.dataset_type,
+        config=result.dataset_config,
+        split=result.dataset_split,
+        revision=result.dataset_revision,
+    )

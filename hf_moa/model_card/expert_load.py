@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_moa.markdown import table
 from hf_moa.modeling.core.precision import in_float64
 
 if TYPE_CHECKING:
@@ -99,37 +97,3 @@ def _part(part: str, kind: str, is_encoder_decoder: bool) -> str:
     if part == "cross" and kind == "attention":
         return "decoder_cross_attention"
     return f"{half}_{named or kind}"
-
-
-def expert_load_table(expert_load: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """Shares of the experts by layer: least, most, entropy relative to an even load, and each.
-
-    Args:
-        expert_load: part of the layer -> `[layers][N]`.
-
-    Raises:
-        ValueError: a layer has no experts, or a share is no number in [0, 1].
-    """
-    rows: list[list[Any]] = []
-    most = max(len(shares) for layers in expert_load.values() for shares in layers)
-    for part, layers in expert_load.items():
-        for i, shares in enumerate(layers):
-            if not shares or not all(0 <= share <= 1 + 1e-6 for share in shares):
-                raise ValueError(
-                    f"expert_load[{part!r}][{i}] must be the shares of a layer's experts, numbers in "
-                    f"[0, 1] (got {shares!r})."
-                )
-            row = [part.replace("_", " "), i, min(shares), max(shares), _relative_entropy(shares)]
-            if most <= _MOST_SHARES:
-                row.append(" ".join(f"{share:.3f}" for share in shares))
-            rows.append([f"{value:.3f}" if isinstance(value, float) else value for value in row])
-    columns = ["part", "layer", "least", "most", "entropy"]
-    return table([*columns, "shares"] if most <= _MOST_SHARES else columns, rows)
-
-
-def _relative_entropy(shares: Sequence[float]) -> float:
-    """Entropy over log N: 1 where the load is even, 0 where one expert has it all."""
-    if len(shares) == 1:
-        return 1.0
-    entropy = sum(share * math.log(1 / share) for share in shares if share > 0)
-    return entropy / math.log(len(shares))

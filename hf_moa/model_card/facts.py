@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,34 +16,20 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_moa.environment import version_of
 
-# What `Trainer` logs beside the metrics of an evaluation.
-_SPEED_SUFFIXES = (
-    "_runtime",
-    "_samples",
-    "_samples_per_second",
-    "_steps_per_second",
-    "_model_preparation_time",
-    "_jit_compilation_time",
-)
-_NO_METRICS = ("epoch", "step", "total_flos", "trainable_parameters", "num_input_tokens_seen")
-# What the Accelerate scripts write beside them: where the run ended.
-_NO_METRICS += ("seed", "tokens", "batches_in_epoch")
-# Sizes of what was evaluated on.
-SIZES = ("tokens", "words", "lines")
 # What follows a name of MNLI's second set, and of a budget of CCT.
 _OF_A_PART = re.compile(r"_mm$|_at_[\d._]+$")
+# What logs and files of results hold beside metrics: where a run is, and how fast.
+_NO_METRIC = re.compile(
+    r"train_|(epoch|step|total_flos|trainable_parameters|num_input_tokens_seen|seed|tokens"
+    r"|batches_in_epoch)$|.*_(runtime|samples|(samples|steps)_per_second|model_preparation_time"
+    r"|jit_compilation_time)$"
+)
+# Sizes of what was evaluated on.
+SIZES = ("tokens", "words", "lines")
 _TEST_PREFIXES = ("test", "predict")
-_PREFIXES = ("eval", *_TEST_PREFIXES)
 # The Hub's names of metrics, where they differ.
 _METRIC_TYPES = {"pearson": "pearsonr"}
 _ACRONYMS = {"bleu": "BLEU"}
-
-
-def at_budget(name: str, budget: float | Sequence[float]) -> str:
-    """What the Accelerate scripts call a metric that was measured at a budget: `bleu_at_0.5`,
-    `bleu_at_1_0.5`."""
-    values = budget if isinstance(budget, (list, tuple)) else (budget,)
-    return f"{name}_at_" + "_".join(f"{value:g}" for value in values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,24 +72,17 @@ class TrainingFacts:
 
 def package_versions(*, is_adapter: bool = False) -> dict[str, str]:
     """Package -> installed version, of those that a training run depends on."""
-    packages = {
-        "hf_moa": "hf-moa",
-        "PEFT": "peft" if is_adapter else None,
-        "Transformers": "transformers",
-        "PyTorch": "torch",
-        "Datasets": "datasets",
-        "Tokenizers": "tokenizers",
-    }
-    found = {name: version_of(package) for name, package in packages.items() if package}
+    packages = {"hf_moa": "hf-moa", **({"PEFT": "peft"} if is_adapter else {})}
+    packages |= {"Transformers": "transformers", "PyTorch": "torch"}
+    packages |= {"Datasets": "datasets", "Tokenizers": "tokenizers"}
+    found = {name: version_of(package) for name, package in packages.items()}
     return {name: version for name, version in found.items() if version is not None}
 
 
 def is_hub_id(name: str | None) -> bool:
     """Whether `name` can be the id of a repository on the Hub. (So can a relative path.)"""
-    if not name:
-        return False
     try:
-        validate_repo_id(name)
+        validate_repo_id(name or "")
     except HFValidationError:
         return False
     return True
@@ -115,19 +95,52 @@ def hub_name(name: str | None) -> str | None:
     return None if Path(name).exists() else name
 
 
+def listed(value: Any) -> list[Any]:
+    """A list of what may be one value, several or none."""
+    if not value:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def named_data(name: str) -> DataUsed:
+    """A data set of the training of which no more than a name is known."""
+    return DataUsed(use="training", dataset=name if is_hub_id(name) else None, name=name)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        ValueError: there is no such file, or it does not hold JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {path}; give the path of a JSON file.") from error
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} must hold JSON ({error}).") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; a ValueError where it holds something else."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object (got a {type(value).__name__}).")
+    return value
+
+
 def as_number(value: Any) -> float | int | None:
     """A number as Python's own (of NumPy, of a tensor with one value); None for what is no number."""
-    if hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError):  # it has several
-            return None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number else None
+    with suppress(AttributeError, ValueError, RuntimeError):  # it is no tensor, or has several values
+        value = value.item()
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def at_budget(name: str, budget: float | Sequence[float]) -> str:
+    """What the Accelerate scripts call a metric that was measured at a budget: `bleu_at_0.5`,
+    `bleu_at_1_0.5`."""
+    values = budget if isinstance(budget, (list, tuple)) else (budget,)
+    return f"{name}_at_" + "_".join(f"{value:g}" for value in values)
 
 
 def named_metrics(entry: Mapping[str, Any]) -> list[tuple[str, str, float | int]]:
@@ -140,19 +153,16 @@ def named_metrics(entry: Mapping[str, Any]) -> list[tuple[str, str, float | int]
         `(prefix, name, value)` of each: `("eval", "accuracy", 0.9)`. The prefix is "" where a name has
         none. What concerns training or speed, and what is no number, is left out.
     """
-    suffix = _SPEED_SUFFIXES[0]
-    found = {key.removesuffix(suffix) for key in entry if key.endswith(suffix)}
-    prefixes = sorted({*found, *_PREFIXES}, key=len, reverse=True)
+    prefixes = {key.removesuffix("_runtime") for key in entry if key.endswith("_runtime")}
+    prefixes |= {"eval", *_TEST_PREFIXES}
     metrics = []
     for key, value in entry.items():
-        value = as_number(value)
-        if value is None or key in _NO_METRICS or key.startswith("train_"):
-            continue
-        bare = _OF_A_PART.sub("", key)
-        prefix = next((p for p in prefixes if key.startswith(f"{p}_")), "")
-        if bare.endswith(_SPEED_SUFFIXES) or bare.removeprefix(f"{prefix}_") in SIZES:
-            continue
-        metrics.append((prefix, key.removeprefix(f"{prefix}_" if prefix else ""), value))
+        found = (prefix for prefix in prefixes if key.startswith(f"{prefix}_"))
+        prefix = max(found, key=len, default="")
+        name, number = key[len(prefix) :].removeprefix("_"), as_number(value)
+        is_size = _OF_A_PART.sub("", name) in SIZES
+        if number is not None and not is_size and not _NO_METRIC.match(_OF_A_PART.sub("", key)):
+            metrics.append((prefix, name, number))
     return metrics
 
 
@@ -173,7 +183,7 @@ def eval_results(
 
     Args:
         metrics: as `named_metrics` returns them.
-        task: such as "text-classification".
+        task: such as "text-classification". None: that of the card.
         data: what they were measured on, but for the split of those with a prefix of a test's. Where it
             names no data set, the results stand in the card's table and not in its metadata, which the
             Hub would refuse.
@@ -181,19 +191,17 @@ def eval_results(
     data = data or DataUsed(use="evaluation")
     results = []
     for prefix, name, value in metrics:
-        shown = title_of(name)
-        part = prefix.removeprefix("eval").strip("_")
-        results.append(
-            EvalResult(
-                task_type=task,
-                dataset_type=data.dataset,
-                dataset_name=data.name or data.dataset,
-                dataset_config=data.config,
-                dataset_split="test" if data.split and prefix in _TEST_PREFIXES else data.split,
-                dataset_revision=data.revision,
-                metric_type=_METRIC_TYPES.get(name, name),
-                metric_name=shown[0].upper() + shown[1:] + (f" ({part})" if part else ""),
-                metric_value=value,
-            )
+        title, part = title_of(name), prefix.removeprefix("eval").strip("_")
+        result = EvalResult(
+            task_type=task,
+            dataset_type=data.dataset,
+            dataset_name=data.name or data.dataset,
+            dataset_config=data.config,
+            dataset_split="test" if data.split and prefix in _TEST_PREFIXES else data.split,
+            dataset_revision=data.revision,
+            metric_type=_METRIC_TYPES.get(name, name),
+            metric_name=title[0].upper() + title[1:] + (f" ({part})" if part else ""),
+            metric_value=value,
         )
+        results.append(result)
     return results

@@ -8,8 +8,7 @@ from training_runs import trainer
 
 from hf_moa import MoaBertConfig
 from hf_moa.model_card import HEADINGS, eval_results, merged_card, model_card, read_card
-from hf_moa.model_card.card import card_of
-from hf_moa.model_card.existing import split_sections
+from hf_moa.model_card.existing import card_of, split_sections
 
 
 def card(text, **metadata):
