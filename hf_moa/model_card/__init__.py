@@ -8,11 +8,12 @@ print(checkpoint_card("./my-checkpoint", license="apache-2.0"))  # a huggingface
 of an adapter's base that is not on this machine.
 """
 
-from .adapter import Adapter
+from hf_moa.adapter_files import Adapter
+from hf_moa.expert_load import MeanExpertLoad
+
 from .card import HEADINGS, model_card
 from .checkpoint import checkpoint_card
 from .existing import is_unfinished, merged_card, read_card, write_card
-from .expert_load import MeanExpertLoad
 from .facts import DataUsed, TrainingFacts, eval_results
 from .trainer import trainer_card, write_trainer_card
 

@@ -11,14 +11,15 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_moa.expert_load import expert_load_table
 from hf_moa.kinds import is_one
 from hf_moa.markdown import table, union_table
 from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.run_results import budget_table
 from hf_moa.upcycle_families import family_of
 
-from .facts import TrainingFacts, is_hub_id
+from .facts import TrainingFacts, data_table, is_hub_id, result_table
 from .mechanisms import citations, mechanism_phrases, mechanism_tags, mechanisms_in_words
-from .tables import budget_table, data_table, expert_load_table, result_table
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
 # What stands under these headings is this package's to write: a new card replaces it, as far as it

@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
+from hf_moa.adapter_files import Adapter
+from hf_moa.json_files import read_object
 from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.run_results import (
+    budget_rows_in,
+    budget_table,
+    history_of,
+    logged_metrics,
+    metrics_in,
+    state_hyperparameters,
+)
 
-from .adapter import Adapter
 from .card import model_card
-from .existing import (
-    base_on_hub,
-    forget_base,
-    knows_results,
-    merged_card,
-    read_card,
-    sections_of,
-    training_data,
-)
-from .facts import (
-    DataUsed,
-    TrainingFacts,
-    as_number,
-    at_budget,
-    eval_results,
-    hub_name,
-    listed,
-    named_data,
-    named_metrics,
-    read_json,
-    read_object,
-)
-from .tables import budget_table
-from .trainer import final_metrics, history_of
+from .existing import base_on_hub, forget_base, merged_card, read_card, sections_of, training_data
+from .facts import DataUsed, TrainingFacts, eval_results, hub_name, listed, named_data
 
-_METRIC_FILES = ("all_results.json", "eval_results.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
-# What trainer_state.json tells of the training -> what a card calls it.
-_HYPERPARAMETERS = {
-    "train_batch_size": "train_batch_size",
-    "max_steps": "training_steps",
-    "num_train_epochs": "num_epochs",
-    "global_step": "steps_done",
-    "epoch": "epochs_done",
-}
 
 
 def checkpoint_card(
@@ -109,37 +86,28 @@ def checkpoint_card(
         elif old is not None:
             forget_base(old, adapter.base)
         base_model = base_model or base_on_hub(old)
-    given = list(datasets)
+    given, same_weights = list(datasets), training is None
     if old is not None:
         datasets, task = given or listed(old.data.datasets), task or old.data.pipeline_tag
     state = read_object(folder / "trainer_state.json") if _has(folder, "trainer_state.json") else {}
-    found = _metrics(folder, metrics, config) or _logged_metrics(state)
+    found = metrics_in(folder, metrics, config) or logged_metrics(state)
     results = eval_results(found, task=task, data=_evaluated(datasets, old))
-    budget_rows = _budget_rows(folder, budgets)
+    budget_rows = budget_rows_in(folder, budgets)
     if training is None:
-        # what made the old card measured the same, and may know more of it: on what, on which machine
         said = sections_of(old)
-        if old is not None and metrics is None and not given and knows_results(old, results):
-            results = []
-        if (
-            budgets is None
-            and budget_rows
-            and budget_table(budget_rows) in said.get("Compute budgets", "")
-        ):
-            budget_rows = []
-        shown = {
-            _HYPERPARAMETERS[key]: state[key] for key in _HYPERPARAMETERS if state.get(key) is not None
-        }
+        known = [(each.metric_name, each.metric_value) for each in listed(old and old.data.eval_results)]
+        if not given and all((each.metric_name, each.metric_value) in known for each in results):
+            results = []  # the old card may say more: on what they were measured
+        if budgets is None and budget_rows:  # the old card may say on which machine
+            is_said = budget_table(budget_rows) in said.get("Compute budgets", "")
+            budget_rows = [] if is_said else budget_rows
         training = TrainingFacts(
             # the section of the old card stays where nobody names others
             data=training_data(old, datasets) if given or "Training data" not in said else (),
             # that of its trainer says more than the state does
-            hyperparameters={} if "Training hyperparameters" in said else shown,
+            hyperparameters={} if "Training hyperparameters" in said else state_hyperparameters(state),
             history=history_of(state.get("log_history") or []),
         )
-        same_weights = True
-    else:
-        same_weights = False
     card = model_card(
         config,
         name=name or folder.absolute().name,
@@ -178,81 +146,17 @@ def _config(folder: Path) -> GatingConfig:
     return AutoConfig.from_pretrained(folder)
 
 
-def _metrics(
-    folder: Path, given: str | Path | Mapping[str, float] | None, config: GatingConfig
-) -> list[tuple[str, str, float | int]]:
-    if given is not None:
-        entries = given if isinstance(given, Mapping) else read_object(Path(given))
-        wrong = [name for name, value in entries.items() if as_number(value) is None]
-        found = named_metrics(entries)
-        if wrong or not found:
-            raise ValueError(
-                f"{_source(given, 'metrics')} must hold metrics by name, each a number, such as "
-                f'{{"accuracy": 0.9}} (got {"no number for " + ", ".join(wrong) if wrong else "none"}).'
-            )
-        return found
-    entries = (read_object(folder / name) for name in _METRIC_FILES if _has(folder, name))
-    named = (named_metrics(_at_largest_budget(entry, config)) for entry in entries)
-    return next(filter(None, named), [])
-
-
-def _at_largest_budget(entries: Mapping[str, Any], config: GatingConfig) -> dict[str, Any]:
-    """What an Accelerate script wrote, of a CCT model at its largest budget under the plain names."""
-    found = dict(entries)
-    ends = [at_budget("", budget) for budget in config.listed_budgets]
-    for name in [key.removesuffix(ends[0]) for key in entries if ends and key.endswith(ends[0])]:
-        if all(name + end in entries for end in ends):
-            largest, *_ = [found.pop(name + end) for end in ends]
-            found |= {} if name == "compute_fraction" else {name: largest}
-    return found
-
-
-def _logged_metrics(state: Mapping[str, Any]) -> list[tuple[str, str, float | int]]:
-    """Metrics of the weights that a trainer's state belongs to."""
-    log, step, best = (state.get(name) for name in ("log_history", "global_step", "best_global_step"))
-    if best not in (None, step) and any("train_runtime" in entry for entry in log or []):
-        return []  # the weights may be the best ones or the last; the state does not say which
-    return final_metrics(log or [], step=step)
-
-
-def _budget_rows(
-    folder: Path, given: str | Path | Sequence[Mapping[str, Any]] | None
-) -> Sequence[Mapping[str, Any]]:
-    if given is None:
-        files = sorted(folder.glob("budget_results*.json"))
-        if len(files) != 1:  # of several data sets
-            return []
-        given = files[0]
-    is_file = isinstance(given, (str, Path))
-    rows = read_json(Path(given)) if is_file else list(given)
-    is_list = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-    if not is_list or (is_file and not rows):
-        raise ValueError(
-            f"{_source(given, 'budgets')} must hold a list of the rows that `evaluate_budgets` returned "
-            f"(got {json.dumps(rows)[:60]})."
-        )
-    return rows
-
-
-def _source(given: Any, name: str) -> Any:
-    """What to call it in an error: a file by its path."""
-    return given if isinstance(given, (str, Path)) else f"`{name}`"
-
-
 def _evaluated(datasets: Sequence[str], old: ModelCard | None) -> DataUsed | None:
     """What the metrics were measured on: the one data set, just as the old card's results name it."""
     if len(datasets) != 1:
         return None
-    known = {_data_of(result) for result in listed(old and old.data.eval_results)}
-    return known.pop() if [used.dataset for used in known] == [*datasets] else named_data(datasets[0])
-
-
-def _data_of(result: EvalResult) -> DataUsed:
-    return DataUsed(
-        use="evaluation",
-        name=result.dataset_name,
-        dataset=result.dataset_type,
-        config=result.dataset_config,
-        split=result.dataset_split,
-        revision=result.dataset_revision,
-    )
+    fields = ("name", "config", "split", "revision")
+    known = {
+        tuple(getattr(result, f"dataset_{field}") for field in fields)
+        for result in listed(old and old.data.eval_results)
+        if result.dataset_type == datasets[0] and result.dataset_split != "test"
+    }
+    if len(known) != 1:
+        return named_data(datasets[0])
+    facts = dict(zip(fields, known.pop(), strict=True))
+    return DataUsed(use="evaluation", dataset=datasets[0], **facts)

@@ -15,21 +15,19 @@ from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from hf_moa.environment import device_name
+from hf_moa.adapter_files import Adapter
+from hf_moa.environment import device_name, package_versions
+from hf_moa.run_results import final_metrics, history_of
 
-from .adapter import Adapter
 from .card import model_card
-from .existing import base_on_hub, merged_card, read_card, write_card
+from .existing import base_model_of, merged_card, read_card, write_card
 from .facts import (
     DataUsed,
     TrainingFacts,
     eval_results,
     hub_name,
-    in_words,
     is_hub_id,
     listed,
-    named_metrics,
-    package_versions,
 )
 
 logger = logging.get_logger(__name__)
@@ -108,7 +106,8 @@ def trainer_card(
     task = next(iter(listed(tasks)), None)
     loaded = state.best_global_step if args.load_best_model_at_end else None
     metrics = final_metrics(state.log_history, step=state.global_step, loaded_step=loaded)
-    processes = f", {args.world_size} processes" if args.world_size > 1 else ""
+    machine = device_name(args.device)
+    machine += f", {args.world_size} processes" if args.world_size > 1 else ""
     collator = getattr(trainer.data_collator, "tokenizer", None)
     training = TrainingFacts(
         data=tuple(used),
@@ -128,64 +127,11 @@ def trainer_card(
         results=eval_results(metrics, task=task, data=evaluated[0] if len(evaluated) == 1 else None),
         training=training if state.global_step > 0 else None,
         budget_rows=getattr(trainer, "budget_rows", None) or (),
-        measured_on=f"{device_name(args.device)}{processes}, {args.per_device_eval_batch_size} rows a batch",
+        measured_on=f"{machine}, {args.per_device_eval_batch_size} rows a batch",
         expert_load=getattr(trainer, "expert_load", None),
         has_tokenizer=trainer.processing_class is not None or collator is not None,
         **facts,
     )
-
-
-def base_model_of(name_or_path: str | None) -> str | None:
-    """The id of a base model on the Hub: the name, or what a card at that path says; else None."""
-    if not name_or_path or not Path(name_or_path).exists():
-        return hub_name(name_or_path)
-    try:
-        return base_on_hub(read_card(Path(name_or_path, "README.md")))
-    except ValueError:
-        return None
-
-
-def history_of(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """A row per evaluation during training, of `state.log_history`: step, epoch, losses, metrics."""
-    rows: dict[int, dict[str, Any]] = {}
-    loss = None
-    for entry in log[: _end_of_training(log)]:
-        loss = entry.get("loss", loss)
-        metrics = _evaluation(entry)
-        if metrics:
-            row = {"step": entry.get("step"), "epoch": entry.get("epoch"), "training loss": loss}
-            rows.setdefault(entry.get("step"), row).update(in_words(metrics))
-    return tuple(rows.values())
-
-
-def final_metrics(
-    log: Sequence[Mapping[str, Any]], *, step: int, loaded_step: int | None = None
-) -> list[tuple[str, str, float | int]]:
-    """The metrics of the very weights that a run left, as `named_metrics` has them.
-
-    Args:
-        log: `state.log_history`.
-        step: the last step: evaluations at it count, and most those after the end of training.
-        loaded_step: the step whose weights were loaded at the end of training instead.
-    """
-    end = _end_of_training(log)
-    entries = [entry for entry in log[end:] if entry.get("step") == step and _evaluation(entry)]
-    if not entries:
-        measured = step if loaded_step is None else loaded_step
-        entries = [entry for entry in log[:end] if entry.get("step") == measured]
-    merged = {metric[:2]: metric[2] for entry in entries for metric in _evaluation(entry)}
-    return [(*names, value) for names, value in merged.items()]
-
-
-def _end_of_training(log: Sequence[Mapping[str, Any]]) -> int:
-    """The index of the entry at the last end of training; that behind all where training did not end."""
-    return max((i for i, entry in enumerate(log) if "train_runtime" in entry), default=len(log))
-
-
-def _evaluation(entry: Mapping[str, Any]) -> list[tuple[str, str, float | int]]:
-    """The metrics of a log entry, if it is an evaluation's."""
-    is_evaluation = any(key.endswith("_runtime") and key != "train_runtime" for key in entry)
-    return [metric for metric in named_metrics(entry) if metric[0]] if is_evaluation else []
 
 
 def _data_used(use: str, dataset: Any, named: Sequence[DataUsed]) -> list[DataUsed]:

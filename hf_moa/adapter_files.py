@@ -9,11 +9,10 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_moa.kinds import is_one
-from hf_moa.modeling.core.configuration import GatingConfig
-from hf_moa.modeling.ftg.config import LOADERS, FTGConfig, saved_num_labels
-
-from .facts import read_object
+from .json_files import read_object
+from .kinds import is_one
+from .modeling.core.configuration import GatingConfig
+from .modeling.ftg.config import LOADERS, FTGConfig, saved_num_labels
 
 # PEFT's names of tasks -> the classes that adapters for them are loaded onto.
 _AUTO_CLASSES = {task: f"AutoModel{suffix}" for task, suffix in LOADERS.items()}

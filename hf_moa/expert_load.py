@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_moa.modeling.core.precision import in_float64
+from .markdown import union_table
+from .modeling.core.precision import in_float64
 
 if TYPE_CHECKING:
     import pandas as pd
 
 # With more experts than this, their shares do not fit on a line.
 _MOST_SHARES = 16
-
-
 _GATE_WEIGHTS = tuple(f"{half}expert_weights" for half in ("", "encoder_", "decoder_", "cross_"))
 
 
@@ -97,3 +97,32 @@ def _part(part: str, kind: str, is_encoder_decoder: bool) -> str:
     if part == "cross" and kind == "attention":
         return "decoder_cross_attention"
     return f"{half}_{named or kind}"
+
+
+def expert_load_table(expert_load: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """Shares of the experts by layer: least, most, entropy over that of an even load, and each.
+
+    Args:
+        expert_load: part of the layer -> `[layers][N]`.
+
+    Raises:
+        ValueError: a layer has no experts, or a share is no number in [0, 1].
+    """
+    rows = []
+    most = max(len(shares) for layers in expert_load.values() for shares in layers)
+    for part, layers in expert_load.items():
+        for i, shares in enumerate(layers):
+            if not shares or not all(0 <= share <= 1 + 1e-6 for share in shares):
+                raise ValueError(
+                    f"expert_load[{part!r}][{i}] must be the shares of a layer's experts, numbers in "
+                    f"[0, 1] (got {shares!r})."
+                )
+            entropy = sum(share * math.log(1 / share) for share in shares if share > 0)
+            relative = entropy / math.log(len(shares)) if len(shares) > 1 else 1.0
+            numbers = {"least": min(shares), "most": max(shares), "entropy": relative}
+            row = {"part": part.replace("_", " "), "layer": i}
+            row |= {name: f"{number:.3f}" for name, number in numbers.items()}
+            if most <= _MOST_SHARES:
+                row["shares"] = " ".join(f"{share:.3f}" for share in shares)
+            rows.append(row)
+    return union_table(rows)
