@@ -170,18 +170,6 @@ def logged_metrics(state: Mapping[str, Any]) -> list[Metric]:
     return final_metrics(log or [], step=step)
 
 
-def state_hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What trainer_state.json tells of the training, under the names of `Trainer`'s cards."""
-    names = {
-        "train_batch_size": "train_batch_size",
-        "max_steps": "training_steps",
-        "num_train_epochs": "num_epochs",
-        "global_step": "steps_done",
-        "epoch": "epochs_done",
-    }
-    return {name: state[key] for key, name in names.items() if state.get(key) is not None}
-
-
 def budget_rows_in(
     folder: Path, given: str | Path | Sequence[Mapping[str, Any]] | None
 ) -> Sequence[Mapping[str, Any]]:

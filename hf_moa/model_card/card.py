@@ -12,18 +12,19 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_moa.expert_load import expert_load_table
+from hf_moa.hub_names import is_hub_id
 from hf_moa.kinds import is_one
-from hf_moa.markdown import table, union_table
+from hf_moa.markdown import cell, union_table
 from hf_moa.modeling.core.configuration import GatingConfig
+from hf_moa.run_facts import TrainingFacts
 from hf_moa.run_results import budget_table
 from hf_moa.upcycle_families import family_of
 
-from .facts import TrainingFacts, data_table, is_hub_id, result_table
+from .data_and_results import data_table, result_table
 from .mechanisms import citations, mechanism_phrases, mechanism_tags, mechanisms_in_words
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-# What stands under these headings is this package's to write: a new card replaces it, as far as it
-# knows of it. What stands under others stays.
+# A new card replaces what stands under these, as far as it knows of it. What is under others stays.
 HEADINGS = tuple(re.findall(r"^## (.+)$", _TEMPLATE, flags=re.MULTILINE))
 _BACKBONES = {"bert": "BERT", "gpt2": "GPT-2", "t5": "T5"}
 
@@ -58,9 +59,9 @@ def model_card(
         name: the model's id on the Hub, or its folder, for the snippets; its last part is the title.
         model_class: default: the class that the config names in `architectures`.
         license: the Hub's identifier, such as "apache-2.0". There is no default.
+        language, tags: for the metadata: such as "en"; further tags.
         base_model: the Hub's id of the model that this one started from.
         datasets: ids on the Hub. Names that can be no ids stay out of the metadata.
-        language, tags: for the metadata; further tags.
         task: what the model does, in the Hub's words. Default: that of its class.
         results: metrics. Those that name a data set, and whose value is finite, also enter the metadata.
         training: data and hyperparameters.
@@ -96,9 +97,10 @@ def model_card(
     model_class, auto_class, class_task = _class_of(config, model_class)
     title = name.rstrip("/").split("/")[-1]
     results = [replace(each, task_type=each.task_type or task or class_task) for each in results]
-    complete = [result for result in results if _is_complete(result)]
+    complete = [result for result in results if _is_taken(result)]
     # a loss is no metric of the Hub's
     metrics = dict.fromkeys(result.metric_type for result in results if result.metric_type != "loss")
+    method = [adapter.lower().rstrip("+")] if adapter else []
     data = ModelCardData(
         base_model=base_model,
         datasets=[name for name in datasets if is_hub_id(name)] or None,
@@ -109,24 +111,18 @@ def model_card(
         metrics=list(metrics) or None,
         model_name=title if complete else None,
         pipeline_tag=task or class_task,
-        tags=[
-            "hf_moa",
-            *mechanism_tags(config),
-            *([adapter.lower().rstrip("+")] if adapter else []),
-            *tags,
-        ],
+        tags=["hf_moa", *mechanism_tags(config), *method, *tags],
     )
     training = training or TrainingFacts()
-    hyperparameters = [[f"`{key}`", value] for key, value in training.hyperparameters.items()]
-    *phrases, last = mechanism_phrases(config) or [""]
     backbone = _BACKBONES[family_of(config).model_type]
+    *phrases, last = mechanism_phrases(config) or [""]
     is_classifier = auto_class.endswith(("SequenceClassification", "TokenClassification"))
     return ModelCard.from_template(
         data,
         template_str=_TEMPLATE,
         title=title,
         name=name,
-        what=f"a {backbone} {', '.join(phrases)}{', and ' if phrases else ''}{last}".rstrip(),
+        what=f"{backbone} {', '.join(phrases)}{', and ' if phrases else ''}{last}".rstrip(),
         model_class=model_class,
         auto_class=auto_class,
         task=class_task,
@@ -141,9 +137,8 @@ def model_card(
         end_id=config.eos_token_id if isinstance(config.eos_token_id, int) else 4,
         budgets=_budgets_of(config, model_class),
         mechanism=mechanisms_in_words(config),
+        training=training,
         data=training.data and data_table(training.data),
-        hyperparameters=hyperparameters and table(["hyperparameter", "value"], hyperparameters),
-        versions=training.versions,
         history=training.history and union_table(training.history),
         results=results and result_table(results),
         budget_table=budget_rows and budget_table(budget_rows),
@@ -151,6 +146,7 @@ def model_card(
         measured_on=measured_on,
         expert_load=expert_load and expert_load_table(expert_load),
         expert_load_of=expert_load_of,
+        cell=cell,
         citations=citations(config, is_ftg=adapter in ("FTG", "FTG+")),
     )
 
@@ -159,10 +155,9 @@ def _class_of(config: GatingConfig, model_class: type | str | None) -> tuple[str
     """The family's class that a model is (of a class derived from it, its parent; without any, the base
     model), the auto class that loads it, and its task on the Hub: of `MoaBertForMaskedLM`, fill-mask."""
     auto_classes = {known: auto for auto, known in config.auto_classes.items()}
+    names = [model_class] if model_class else config.architectures or []
     if isinstance(model_class, type):
         names = [parent.__name__ for parent in model_class.__mro__]
-    else:
-        names = [model_class] if model_class else list(config.architectures or [])
     found = next((name for name in names if name in auto_classes), next(iter(auto_classes)))
     tasks = {f"Moa{name}": task for task, name in family_of(config).tasks.items()}
     task = tasks.get(found, "feature-extraction")
@@ -171,16 +166,14 @@ def _class_of(config: GatingConfig, model_class: type | str | None) -> tuple[str
 
 def _budgets_of(config: GatingConfig, model_class: str) -> list[Any]:
     """The budgets that a call may name, largest first: pairs where each half has its own."""
-    listed = config.listed_budgets
-    has_only_encoder = model_class in ("MoaT5EncoderModel", "MoaT5ForTokenClassification")
-    if has_only_encoder and listed and isinstance(listed[0], tuple):
-        return sorted({encoder for encoder, _ in listed}, reverse=True)
-    return listed
+    budgets = config.listed_budgets
+    if model_class not in ("MoaT5EncoderModel", "MoaT5ForTokenClassification"):
+        return budgets
+    return sorted({each[0] if isinstance(each, tuple) else each for each in budgets}, reverse=True)
 
 
-def _is_complete(result: EvalResult) -> bool:
-    """Whether the Hub takes a result into a card's metadata."""
+def _is_taken(result: EvalResult) -> bool:
+    """Whether the Hub takes a result in a card's metadata."""
     value = result.metric_value
     is_value = isinstance(value, str) or (isinstance(value, (int, float)) and math.isfinite(value))
-    names = (result.task_type, result.dataset_type, result.dataset_name, result.metric_type)
-    return is_value and all(names)
+    return is_value and all((result.dataset_type, result.dataset_name, result.metric_type))

@@ -10,20 +10,15 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
 from hf_moa.adapter_files import Adapter
+from hf_moa.hub_names import hub_name
 from hf_moa.json_files import read_object
 from hf_moa.modeling.core.configuration import GatingConfig
-from hf_moa.run_results import (
-    budget_rows_in,
-    budget_table,
-    history_of,
-    logged_metrics,
-    metrics_in,
-    state_hyperparameters,
-)
+from hf_moa.run_facts import DataUsed, TrainingFacts, state_hyperparameters
+from hf_moa.run_results import budget_rows_in, budget_table, history_of, logged_metrics, metrics_in
 
 from .card import model_card
+from .data_and_results import eval_results, listed, named_data
 from .existing import base_on_hub, forget_base, merged_card, read_card, sections_of, training_data
-from .facts import DataUsed, TrainingFacts, eval_results, hub_name, listed, named_data
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
@@ -52,11 +47,9 @@ def checkpoint_card(
             trainer_state.json, all_results.json or eval_results.json, budget_results*.json (if there is
             one), README.md.
         name: the model's id on the Hub, for the snippets. Default: the folder's name.
-        license, language: as of `model_card`. Default: those of the old card.
-        base_model: id on the Hub. Default: that of the old card; of an adapter, the base that it names.
-        datasets: ids on the Hub. Default: those of the old card. The results in the metadata are on the
-            data set, where there is one.
-        task: what the model does, in the Hub's words. Default: that of the old card, or of the class.
+        license, base_model, datasets, language, task, expert_load, expert_load_of: as of `model_card`.
+            Default: what the old card says; of an adapter, the base that it names. The results in the
+            metadata are on the data set, where there is one.
         metrics: by name, or a JSON file of them, instead of those beside the checkpoint.
         budgets: the rows that `evaluate_budgets` returned, or a JSON file of them.
         training: how these very weights were made: what the old card says of others' results is gone.
@@ -66,7 +59,6 @@ def checkpoint_card(
             what wrote it knew more of them.
         adapter: the adapter in the folder. Default: what adapter_config.json says; its base's
             configuration is read from where it is, which may be the Hub.
-        expert_load, expert_load_of: as of `model_card`. Default: what the old card says.
 
     Raises:
         ValueError: there is neither file, or not of a gated model; an adapter's base cannot be read; a
@@ -74,11 +66,12 @@ def checkpoint_card(
     """
     folder = Path(folder)
     old = read_card(folder / "README.md") if old is None else old
-    if adapter is None and _has(folder, "adapter_config.json") and not _has(folder, "config.json"):
+    files = {path.name for path in folder.glob("*")}
+    if adapter is None and "adapter_config.json" in files and "config.json" not in files:
         adapter = Adapter.in_folder(folder, base_model=base_model)
     if adapter is None:
         config = _config(folder)
-        facts = {"carries_code": _has(folder, f"modeling_{config.model_type}.py")}
+        facts = {"carries_code": f"modeling_{config.model_type}.py" in files}
     else:
         config, facts = adapter.config, adapter.facts()
         if adapter.base_folder is None:
@@ -89,7 +82,7 @@ def checkpoint_card(
     given, same_weights = list(datasets), training is None
     if old is not None:
         datasets, task = given or listed(old.data.datasets), task or old.data.pipeline_tag
-    state = read_object(folder / "trainer_state.json") if _has(folder, "trainer_state.json") else {}
+    state = read_object(folder / "trainer_state.json") if "trainer_state.json" in files else {}
     found = metrics_in(folder, metrics, config) or logged_metrics(state)
     results = eval_results(found, task=task, data=_evaluated(datasets, old))
     budget_rows = budget_rows_in(folder, budgets)
@@ -119,7 +112,7 @@ def checkpoint_card(
         results=results,
         training=training,
         budget_rows=budget_rows,
-        has_tokenizer=any(_has(folder, file) for file in _TOKENIZER_FILES),
+        has_tokenizer=not files.isdisjoint(_TOKENIZER_FILES),
         expert_load=expert_load,
         expert_load_of=expert_load_of,
         **facts,
@@ -127,12 +120,8 @@ def checkpoint_card(
     return merged_card(card, old, same_weights=same_weights)
 
 
-def _has(folder: Path, name: str) -> bool:
-    return (folder / name).is_file()
-
-
 def _config(folder: Path) -> GatingConfig:
-    if not _has(folder, "config.json"):
+    if not (folder / "config.json").is_file():
         raise ValueError(
             f"The checkpoint must be a folder with config.json or adapter_config.json (got {folder}, "
             "which has neither); give the folder that save_pretrained or MoaTrainer wrote."

@@ -1,87 +1,23 @@
-"""The facts a card is made of: data, training, results; and which names are the Hub's."""
+"""Data sets and results as a card has them: in tables, and in its metadata."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from huggingface_hub import EvalResult
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 
+from hf_moa.hub_names import is_hub_id
 from hf_moa.markdown import read_table, table
+from hf_moa.run_facts import DataUsed
 from hf_moa.run_results import TEST_PREFIXES, Metric, title_of
 
 # The Hub's names of metrics, where they differ.
 _METRIC_TYPES = {"pearson": "pearsonr"}
-
-
 # Fields of `DataUsed` -> the columns that show them.
-_DATA_COLUMNS = {
-    "use": "use",
-    "name": "data set",
-    "dataset": "on the Hub",
-    "config": "configuration",
-    "split": "split",
-    "examples": "examples",
-}
+_DATA_COLUMNS = {"use": "use", "name": "data set", "dataset": "on the Hub"}
+_DATA_COLUMNS |= {"config": "configuration", "split": "split", "examples": "examples"}
 _NOT_RECORDED = "not recorded"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataUsed:
-    """A data set and what it was used for.
-
-    Attributes:
-        use: "training" or "evaluation".
-        name: in words.
-        dataset: its id on the Hub.
-        config, split, revision: which part of it, as `datasets.load_dataset` names them.
-        examples: how many there were.
-    """
-
-    use: str
-    name: str | None = None
-    dataset: str | None = None
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
-    examples: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingFacts:
-    """How a model was trained.
-
-    Attributes:
-        data: the data sets.
-        hyperparameters: by name.
-        versions: package -> version that it was trained with.
-        history: one row per evaluation during training: `step`, `epoch`, `training loss`, metrics.
-    """
-
-    data: tuple[DataUsed, ...] = ()
-    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    history: tuple[Mapping[str, Any], ...] = ()
-
-
-def is_hub_id(name: str | None) -> bool:
-    """Whether `name` can be the id of a repository on the Hub. (So can a relative path.)"""
-    try:
-        validate_repo_id(name or "")
-    except HFValidationError:
-        return False
-    return True
-
-
-def hub_name(name: str | None) -> str | None:
-    """The name, where it can be an id on the Hub and is no path on this machine; else None."""
-    if name == "None" or not is_hub_id(name):  # the first is transformers' for weights from memory
-        return None
-    return None if Path(name).exists() else name
 
 
 def listed(value: Any) -> list[Any]:
@@ -104,9 +40,8 @@ def eval_results(
     Args:
         metrics: as `named_metrics` returns them.
         task: such as "text-classification". None: that of the card.
-        data: what they were measured on, but for the split of those with a prefix of a test's. Where it
-            names no data set, the results stand in the card's table and not in its metadata, which the
-            Hub would refuse.
+        data: what they were measured on, but for the split of those with a prefix of a test's. The Hub
+            refuses results on no data set, which therefore stand only in the card's table.
     """
     data = data or DataUsed(use="evaluation")
     results = []
@@ -143,9 +78,9 @@ def data_in(text: str) -> list[DataUsed]:
     """The data sets in a section that `data_table` wrote; those of other tables are none."""
     data = []
     for row in read_table(text):
-        if "use" not in row or not row.get("data set"):
-            return []
         facts: dict[str, Any] = {f: row.get(column) or None for f, column in _DATA_COLUMNS.items()}
+        if not facts["use"] or not facts["name"]:
+            return []
         examples = row.get("examples", "").replace(",", "")
         facts["name"] = None if facts["name"] == _NOT_RECORDED else facts["name"]
         facts["examples"] = int(examples) if examples.isdigit() else None
