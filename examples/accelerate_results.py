@@ -15,10 +15,12 @@ from accelerate_checkpoints import Progress
 from huggingface_hub import HfApi
 from transformers import PreTrainedConfig, SchedulerType
 
+from hf_moa.environment import package_versions
+from hf_moa.hub_names import hub_name
 from hf_moa.model_card import DataUsed, TrainingFacts, checkpoint_card, read_card, write_card
-from hf_moa.model_card.facts import at_budget, hub_name, in_words, named_metrics, package_versions
-from hf_moa.model_card.trainer import base_model_of
+from hf_moa.model_card.existing import base_model_of
 from hf_moa.modeling.config.gating import GatingConfig
+from hf_moa.run_results import at_budget, in_words, named_metrics
 
 logger = logging.getLogger(__name__)
 

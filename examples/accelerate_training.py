@@ -38,9 +38,9 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
-from hf_moa.model_card.facts import at_budget
 from hf_moa.modeling.core.gated_model import GatedModel
 from hf_moa.modeling.core.precision import on_device
+from hf_moa.run_results import at_budget
 from hf_moa.training import (
     NonFiniteGradientError,
     TrainingDivergedError,

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_moa import FTGConfig
-from hf_moa.model_card.adapter import BASE_FOLDER
+from hf_moa.adapter_files import BASE_FOLDER
 from hf_moa.modeling.ftg.model import selected_modules
 
 logger = logging.getLogger(__name__)

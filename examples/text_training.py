@@ -26,7 +26,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from hf_moa.model_card.facts import hub_name
+from hf_moa.hub_names import hub_name
 
 logger = logging.getLogger(__name__)
 

@@ -68,6 +68,15 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def package_versions(*, is_adapter: bool = False) -> dict[str, str]:
+    """Package -> installed version, of those that a training run depends on."""
+    packages = {"hf_moa": "hf-moa", **({"PEFT": "peft"} if is_adapter else {})}
+    packages |= {"Transformers": "transformers", "PyTorch": "torch"}
+    packages |= {"Datasets": "datasets", "Tokenizers": "tokenizers"}
+    found = {name: version_of(package) for name, package in packages.items()}
+    return {name: version for name, version in found.items() if version is not None}
+
+
 def usable_cpus() -> int:
     """CPUs this process may run on, which in a container can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):

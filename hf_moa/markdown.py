@@ -11,6 +11,8 @@ from itertools import dropwhile, takewhile
 from typing import Any
 
 _BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
+# A heading of the second level; or a block of code, in which there is none.
+_HEADING = re.compile(r"^ {0,3}(```+|~~~+).*?(?:^ *\1|\Z)|^## ([^\n]*)", flags=re.DOTALL | re.MULTILINE)
 
 
 def escaped(text: str) -> str:
@@ -55,3 +57,11 @@ def union_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table whose columns are all keys of the rows, in the order in which they come up."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     return table(columns, ([row.get(key) for key in columns] for row in rows))
+
+
+def split_sections(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """What precedes the first heading of the second level; then each such heading with its text."""
+    found = [match for match in _HEADING.finditer(text) if match[2] is not None]
+    ends = [match.start() for match in found] + [len(text)]
+    bodies = [text[match.end() : end] for match, end in zip(found, ends[1:], strict=True)]
+    return text[: ends[0]], [(match[2].strip(), body) for match, body in zip(found, bodies, strict=True)]

@@ -103,7 +103,7 @@ def load_checkpoint(source: str) -> Any:
 def _load_adapter(source: str, path: Path) -> Any:
     from peft import PeftModel
 
-    from hf_moa.model_card.adapter import BASE_FOLDER, base_class_of, names_base_folder
+    from hf_moa.adapter_files import BASE_FOLDER, base_class_of, names_base_folder
     from hf_moa.modeling.ftg.config import saved_num_labels
 
     facts = json.loads(path.read_text(encoding="utf-8"))

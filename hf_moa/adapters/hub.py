@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,9 +11,12 @@ from peft import PeftModel
 
 from hf_moa.kinds import is_one
 from hf_moa.model_card import Adapter, checkpoint_card, read_card, write_card
-from hf_moa.model_card.adapter import with_names
 from hf_moa.model_card.existing import base_on_hub
 from hf_moa.modeling.config.gating import GatingConfig
+from hf_moa.modeling.ftg.config import ADAPTER_PLACE
+
+# How the card begins that `FTGConfig` writes; a base follows, which may be a path on this machine.
+_FTG_TITLE = re.compile(r"^(# FTG\+? adapter of ).*$", flags=re.MULTILINE)
 
 
 def push_to_hub(
@@ -63,11 +67,13 @@ def push_to_hub(
 
 
 def _write_card(model: PeftModel, folder: Path, *, name: str) -> None:
-    """Write a card in the place of the one that `save_pretrained` wrote."""
+    """Write a card over the one that `save_pretrained` wrote."""
     path = folder / "README.md"
     if is_one(getattr(model.get_base_model(), "config", None), GatingConfig):
-        card = checkpoint_card(folder, name=name, adapter=Adapter.of(model))
-    else:  # FTG takes any modules by their names
-        card = read_card(path)
-        card = with_names(card, name=name, base_model=base_on_hub(card))
-    write_card(card, path)
+        write_card(checkpoint_card(folder, name=name, adapter=Adapter.of(model)), path)
+        return
+    card = read_card(path)  # FTG takes any modules by their names
+    if card is not None:
+        base = base_on_hub(card) or "the base model"
+        card.text = _FTG_TITLE.sub(lambda title: title[1] + base, card.text.replace(ADAPTER_PLACE, name))
+        write_card(card, path)

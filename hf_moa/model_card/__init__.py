@@ -4,16 +4,18 @@ from hf_moa.model_card import checkpoint_card, model_card, trainer_card
 print(checkpoint_card("./my-checkpoint", license="apache-2.0"))  # a huggingface_hub.ModelCard
 
 `MoaTrainer` writes one when it saves or pushes, `hf_moa.adapters.push_to_hub` when it pushes an adapter,
-`hf-moa card` for a checkpoint or an adapter. Nothing here touches the network, but for the configuration
-of an adapter's base that is not on this machine.
+`hf-moa card` for a checkpoint or an adapter. The text is in card.md.jinja. Nothing here touches the
+network, but for the configuration of an adapter's base that is not on this machine.
 """
 
-from .adapter import Adapter
+from hf_moa.adapter_files import Adapter
+from hf_moa.expert_load import MeanExpertLoad
+from hf_moa.run_facts import DataUsed, TrainingFacts
+
 from .card import HEADINGS, model_card
 from .checkpoint import checkpoint_card
+from .data_and_results import eval_results
 from .existing import is_unfinished, merged_card, read_card, write_card
-from .expert_load import MeanExpertLoad
-from .facts import DataUsed, TrainingFacts, eval_results
 from .trainer import trainer_card, write_trainer_card
 
 __all__ = [

@@ -1,53 +1,31 @@
-"""`model_card`: a card from plain data."""
+"""`model_card`: a card from plain data. Its text is in card.md.jinja."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_moa.expert_load import expert_load_table
+from hf_moa.hub_names import is_hub_id
 from hf_moa.kinds import is_one
-from hf_moa.markdown import table, union_table
+from hf_moa.markdown import cell, union_table
 from hf_moa.modeling.config.gating import GatingConfig
+from hf_moa.run_facts import TrainingFacts
+from hf_moa.run_results import budget_table
 from hf_moa.upcycling.families import family_of
 
-from .expert_load import expert_load_table
-from .facts import TrainingFacts, is_finite, is_hub_id
-from .loading import class_of, loading_in_words, task_of
+from .data_and_results import data_table, result_table
 from .mechanisms import citations, mechanism_phrases, mechanism_tags, mechanisms_in_words
-from .tables import budget_table, data_table, result_table
 
-# What stands under these headings is this package's to write: a new card has the place of an old one's,
-# as far as it knows of it. What stands under others stays.
-LOADING = "How to load"
-MECHANISM = "Mechanism"
-DATA = "Training data"
-HYPERPARAMETERS = "Training hyperparameters"
-HISTORY = "Training results"
-RESULTS = "Results"
-BUDGETS = "Compute budgets"
-EXPERT_LOAD = "Expert load"
-CITATION = "Citation"
-HEADINGS = (
-    LOADING,
-    MECHANISM,
-    DATA,
-    HYPERPARAMETERS,
-    HISTORY,
-    RESULTS,
-    BUDGETS,
-    EXPERT_LOAD,
-    CITATION,
-)
-
-MARK = "<!-- Written by hf_moa"
-_COMMENT = f"""{MARK}, from what it knows of this model. Add what only you know: intended uses, limits,
-where the data come from. Sections of your own stay when the card is written anew; this introduction too,
-once this comment is gone. -->"""
-
-_FTG = ("FTG", "FTG+")
+_TEMPLATE = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+# A new card replaces what stands under these, as far as it knows of it. What is under others stays.
+HEADINGS = tuple(re.findall(r"^## (.+)$", _TEMPLATE, flags=re.MULTILINE))
 _BACKBONES = {"bert": "BERT", "gpt2": "GPT-2", "t5": "T5"}
 
 
@@ -78,31 +56,24 @@ def model_card(
 
     Args:
         config: the model's configuration.
-        name: the model's id on the Hub, or the folder it is in, for the snippets; its last part is the
-            title.
+        name: the model's id on the Hub, or its folder, for the snippets; its last part is the title.
         model_class: default: the class that the config names in `architectures`.
         license: the Hub's identifier, such as "apache-2.0". There is no default.
+        language, tags: for the metadata: such as "en"; further tags.
         base_model: the Hub's id of the model that this one started from.
-        datasets: the data sets' ids on the Hub. Names that can be no ids stay out of the metadata.
-        language: such as "en".
-        tags: further ones.
+        datasets: ids on the Hub. Names that can be no ids stay out of the metadata.
         task: what the model does, in the Hub's words. Default: that of its class.
-        results: metrics. Those that name a task and a data set, and whose value is finite, also enter
-            the metadata.
+        results: metrics. Those that name a data set, and whose value is finite, also enter the metadata.
         training: data and hyperparameters.
-        budget_rows: what `evaluate_budgets` returned.
-        measured_on: the machine of `budget_rows`, in words.
+        budget_rows, measured_on: what `evaluate_budgets` returned, and on which machine.
         expert_load: part of the layer -> `[layers][N]`, each expert's share of the assignments or, of
             an MAE gate, of the weight.
         expert_load_of: what `expert_load` is the mean over, in words.
-        adapter: the PEFT method ("FTG", "FTG+", "LORA"), where the card is an adapter's.
-        adapter_trains: what that trains, in a sentence.
+        adapter, adapter_trains: the PEFT method ("FTG", "FTG+", "LORA") where the card is an adapter's,
+            and what that trains, in a sentence.
         base_folder: the folder beside an adapter that its base is in, where it is nowhere else.
         has_tokenizer: whether a tokenizer is saved with the model.
         carries_code: whether the checkpoint loads with `trust_remote_code=True`.
-
-    Returns:
-        A `huggingface_hub.ModelCard`: `str(card)` is the text of README.md.
 
     Raises:
         ValueError: `config` is of no gated model; `license` or `base_model` is no identifier; a row of
@@ -113,135 +84,96 @@ def model_card(
             f"config must be a gated model's, such as MoaBertConfig (got {type(config).__name__}). "
             "`hf_moa.upcycle` makes a gated model of a plain one."
         )
-    check_license(license)
-    if base_model is not None and not is_hub_id(base_model):
-        raise ValueError(
-            f"base_model must be the id of a model on the Hub, such as google-bert/bert-base-uncased "
-            f"(got {base_model!r})."
-        )
-    model_class = class_of(config, model_class)
-    task = task or task_of(config, model_class)
-    title = name.rstrip("/").split("/")[-1]
-    data = _metadata(
-        title,
-        results,
-        base_model=base_model,
-        datasets=[name for name in datasets if is_hub_id(name)] or None,
-        language=language if language is None or isinstance(language, str) else list(language),
-        library_name="transformers" if adapter is None else "peft",
-        license=license,
-        pipeline_tag=task,
-        tags=[
-            "hf_moa",
-            *mechanism_tags(config),
-            *([adapter.lower().rstrip("+")] if adapter else []),
-            *tags,
-        ],
-    )
-    base = base_model or "path/or/name/of/the/base/model"
-    sections = {
-        LOADING: loading_in_words(
-            config,
-            name=name,
-            model_class=model_class,
-            has_tokenizer=has_tokenizer,
-            carries_code=carries_code,
-            base=base if adapter else None,
-            base_folder=base_folder,
-        ),
-        MECHANISM: mechanisms_in_words(config),
-        **_training_sections(training or TrainingFacts()),
-    }
-    if results:
-        sections[RESULTS] = result_table(results)
-    if budget_rows:
-        sections[BUDGETS] = _budgets_in_words(budget_rows, measured_on)
-    if expert_load:
-        sections[EXPERT_LOAD] = (
-            "Each expert's share of what its router assigned, or of the weight its MAE gate gave: the "
-            f"mean over {expert_load_of}. The entropy is relative to that of an even load.\n\n"
-            f"{expert_load_table(expert_load)}"
-        )
-    entries = citations(config, is_ftg=adapter in _FTG)
-    if entries:
-        sections[CITATION] = "```bibtex\n" + "\n\n".join(entries) + "\n```"
-    introduction = _introduction(config, model_class, base_model, adapter, adapter_trains)
-    text = f"\n{_COMMENT}\n\n# {title}\n\n{introduction}\n"
-    text += "".join(f"\n## {heading}\n\n{body}\n" for heading, body in sections.items())
-    return card_of(data, text)
-
-
-def card_of(data: ModelCardData, text: str) -> ModelCard:
-    """A card of metadata and text."""
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}")
-
-
-def check_license(license: str | None) -> None:
-    """Raise a ValueError unless it is None or can be one of the Hub's identifiers."""
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
         raise ValueError(
             "license must be an identifier as the Hub has them, in small letters and without spaces, "
             f"such as apache-2.0 or other (got {license!r})."
         )
-
-
-def _metadata(title: str, results: Sequence[EvalResult], **fields: Any) -> ModelCardData:
-    """Metadata with those results that the Hub takes."""
-    complete = [
-        result
-        for result in results
-        if all((result.task_type, result.dataset_type, result.dataset_name, result.metric_type))
-        and (is_finite(result.metric_value) or isinstance(result.metric_value, str))
-    ]
-    if complete:
-        fields |= {"eval_results": complete, "model_name": title}
-    # a loss is no metric of the Hub's
-    types = dict.fromkeys(result.metric_type for result in results)
-    metrics = [metric for metric in types if metric != "loss"]
-    return ModelCardData(metrics=metrics or None, **fields)
-
-
-def _introduction(
-    config: GatingConfig,
-    model_class: str,
-    base_model: str | None,
-    adapter: str | None,
-    adapter_trains: str | None,
-) -> str:
-    backbone = _BACKBONES[family_of(config).model_type]
-    phrases = mechanism_phrases(config)
-    joined = ", and ".join([", ".join(phrases[:-1]), phrases[-1]] if len(phrases) > 1 else phrases)
-    what = f"a {backbone} {joined}" if joined else f"a {backbone}"
-    if adapter is not None:
-        of = f"`{base_model}`, " if base_model else ""
-        text = f"A PEFT adapter ({adapter}) of {of}{what} (`{model_class}`)."
-        return f"{text} {adapter_trains}" if adapter_trains else text
-    origin = f" It started from `{base_model}`." if base_model else ""
-    return f"{what[0].upper()}{what[1:]} (`{model_class}`).{origin}"
-
-
-def _training_sections(training: TrainingFacts) -> dict[str, str]:
-    sections = {}
-    if training.data:
-        sections[DATA] = data_table(training.data)
-    if training.hyperparameters:
-        rows = [[f"`{key}`", value] for key, value in training.hyperparameters.items()]
-        sections[HYPERPARAMETERS] = table(["hyperparameter", "value"], rows)
-        if training.versions:
-            # the heading and the lines that PEFT looks for before it adds its own
-            lines = [f"- {package} {version}" for package, version in training.versions.items()]
-            sections[HYPERPARAMETERS] += "\n\n### Framework versions\n\n" + "\n".join(lines)
-    if training.history:
-        sections[HISTORY] = union_table(training.history)
-    return sections
-
-
-def _budgets_in_words(rows: Sequence[Mapping[str, Any]], measured_on: str | None) -> str:
-    text = "Compute fraction: share of the gated computation that was carried out."
-    if any("seconds" in row for row in rows):
-        on = f" on {measured_on}" if measured_on else ""
-        text = (
-            f"Measured with `hf_moa.training.evaluate_budgets`{on}. {text} Seconds: one pass over the "
-            "evaluation data, loading included. Speed-up: over the largest budget."
+    if base_model is not None and not is_hub_id(base_model):
+        raise ValueError(
+            "base_model must be the id of a model on the Hub, such as google-bert/bert-base-uncased "
+            f"(got {base_model!r})."
         )
-    return f"{text}\n\n{budget_table(rows)}"
+    model_class, auto_class, class_task = _class_of(config, model_class)
+    title = name.rstrip("/").split("/")[-1]
+    results = [replace(each, task_type=each.task_type or task or class_task) for each in results]
+    complete = [result for result in results if _is_taken(result)]
+    # a loss is no metric of the Hub's
+    metrics = dict.fromkeys(result.metric_type for result in results if result.metric_type != "loss")
+    method = [adapter.lower().rstrip("+")] if adapter else []
+    data = ModelCardData(
+        base_model=base_model,
+        datasets=[name for name in datasets if is_hub_id(name)] or None,
+        eval_results=complete or None,
+        language=language if language is None or isinstance(language, str) else list(language),
+        library_name="peft" if adapter else "transformers",
+        license=license,
+        metrics=list(metrics) or None,
+        model_name=title if complete else None,
+        pipeline_tag=task or class_task,
+        tags=["hf_moa", *mechanism_tags(config), *method, *tags],
+    )
+    training = training or TrainingFacts()
+    backbone = _BACKBONES[family_of(config).model_type]
+    *phrases, last = mechanism_phrases(config) or [""]
+    is_classifier = auto_class.endswith(("SequenceClassification", "TokenClassification"))
+    return ModelCard.from_template(
+        data,
+        template_str=_TEMPLATE,
+        title=title,
+        name=name,
+        what=f"{backbone} {', '.join(phrases)}{', and ' if phrases else ''}{last}".rstrip(),
+        model_class=model_class,
+        auto_class=auto_class,
+        task=class_task,
+        adapter=adapter,
+        adapter_trains=adapter_trains,
+        base=base_model or "path/or/name/of/the/base/model",
+        base_folder=base_folder,
+        # the base need not have the head that is saved with an adapter
+        num_labels=config.num_labels if adapter and is_classifier else None,
+        has_tokenizer=has_tokenizer,
+        carries_code=carries_code,
+        end_id=config.eos_token_id if isinstance(config.eos_token_id, int) else 4,
+        budgets=_budgets_of(config, model_class),
+        mechanism=mechanisms_in_words(config),
+        training=training,
+        data=training.data and data_table(training.data),
+        history=training.history and union_table(training.history),
+        results=results and result_table(results),
+        budget_table=budget_rows and budget_table(budget_rows),
+        is_timed=any("seconds" in row for row in budget_rows),
+        measured_on=measured_on,
+        expert_load=expert_load and expert_load_table(expert_load),
+        expert_load_of=expert_load_of,
+        cell=cell,
+        citations=citations(config, is_ftg=adapter in ("FTG", "FTG+")),
+    )
+
+
+def _class_of(config: GatingConfig, model_class: type | str | None) -> tuple[str, str, str]:
+    """The family's class that a model is (of a class derived from it, its parent; without any, the base
+    model), the auto class that loads it, and its task on the Hub: of `MoaBertForMaskedLM`, fill-mask."""
+    auto_classes = {known: auto for auto, known in config.auto_classes.items()}
+    names = [model_class] if model_class else config.architectures or []
+    if isinstance(model_class, type):
+        names = [parent.__name__ for parent in model_class.__mro__]
+    found = next((name for name in names if name in auto_classes), next(iter(auto_classes)))
+    tasks = {f"Moa{name}": task for task, name in family_of(config).tasks.items()}
+    task = tasks.get(found, "feature-extraction")
+    return found, auto_classes[found], "feature-extraction" if task == "text-encoding" else task
+
+
+def _budgets_of(config: GatingConfig, model_class: str) -> list[Any]:
+    """The budgets that a call may name, largest first: pairs where each half has its own."""
+    budgets = config.listed_budgets
+    if model_class not in ("MoaT5EncoderModel", "MoaT5ForTokenClassification"):
+        return budgets
+    return sorted({each[0] if isinstance(each, tuple) else each for each in budgets}, reverse=True)
+
+
+def _is_taken(result: EvalResult) -> bool:
+    """Whether the Hub takes a result in a card's metadata."""
+    value = result.metric_value
+    is_value = isinstance(value, str) or (isinstance(value, (int, float)) and math.isfinite(value))
+    return is_value and all((result.dataset_type, result.dataset_name, result.metric_type))

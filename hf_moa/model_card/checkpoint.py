@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
+from hf_moa.adapter_files import Adapter
+from hf_moa.hub_names import hub_name
+from hf_moa.json_files import read_object
 from hf_moa.modeling.config.gating import GatingConfig
+from hf_moa.run_facts import DataUsed, TrainingFacts, state_hyperparameters
+from hf_moa.run_results import budget_rows_in, budget_table, history_of, logged_metrics, metrics_in
 
-from .adapter import Adapter
-from .card import BUDGETS, DATA, HYPERPARAMETERS, model_card
-from .existing import base_on_hub, merged_card, read_card, split_sections
-from .facts import (
-    DataUsed,
-    TrainingFacts,
-    as_number,
-    at_budget,
-    eval_results,
-    hub_name,
-    named_metrics,
-)
-from .files import read_json, read_object
-from .known import knows_results, named_data, training_data, without_base
-from .loading import class_of, task_of
-from .tables import budget_table
-from .trainer import final_metrics, history_of
+from .card import model_card
+from .data_and_results import eval_results, listed, named_data
+from .existing import base_on_hub, forget_base, merged_card, read_card, sections_of, training_data
 
-_METRIC_FILES = ("all_results.json", "eval_results.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
@@ -58,13 +47,10 @@ def checkpoint_card(
             trainer_state.json, all_results.json or eval_results.json, budget_results*.json (if there is
             one), README.md.
         name: the model's id on the Hub, for the snippets. Default: the folder's name.
-        license: the Hub's identifier, such as "apache-2.0". Default: that of the old card.
-        base_model: id on the Hub. Default: that of the old card; of an adapter, the base that it names.
-        datasets: ids on the Hub. Default: those of the old card. The results in the metadata are on the
-            data set, where there is one.
-        language: such as "en". Default: those of the old card.
-        task: what the model does, in the Hub's words. Default: that of the old card, or of the class.
-        metrics: by name, or a JSON file of them, in the place of those beside the checkpoint.
+        license, base_model, datasets, language, task, expert_load, expert_load_of: as of `model_card`.
+            Default: what the old card says; of an adapter, the base that it names. The results in the
+            metadata are on the data set, where there is one.
+        metrics: by name, or a JSON file of them, instead of those beside the checkpoint.
         budgets: the rows that `evaluate_budgets` returned, or a JSON file of them.
         training: how these very weights were made: what the old card says of others' results is gone.
             Default: what trainer_state.json tells, or else the old card.
@@ -73,78 +59,69 @@ def checkpoint_card(
             what wrote it knew more of them.
         adapter: the adapter in the folder. Default: what adapter_config.json says; its base's
             configuration is read from where it is, which may be the Hub.
-        expert_load: as of `model_card`. Default: what the old card says of it.
-        expert_load_of: what it is the mean over, in words.
 
     Raises:
         ValueError: there is neither file, or not of a gated model; an adapter's base cannot be read; a
             file does not hold what it should; `license` or `base_model` is no identifier.
     """
     folder = Path(folder)
-    name = name or folder.absolute().name
     old = read_card(folder / "README.md") if old is None else old
-    if adapter is None and _is_adapter(folder):
+    files = {path.name for path in folder.glob("*")}
+    if adapter is None and "adapter_config.json" in files and "config.json" not in files:
         adapter = Adapter.in_folder(folder, base_model=base_model)
     if adapter is None:
-        config, model_class = _config(folder), None
-        carries_code = _has(folder, f"modeling_{config.model_type}.py")
+        config = _config(folder)
+        facts = {"carries_code": f"modeling_{config.model_type}.py" in files}
     else:
-        config, model_class = adapter.config, adapter.model_class
-        carries_code = adapter.base_carries_code
+        config, facts = adapter.config, adapter.facts()
         if adapter.base_folder is None:
             base_model = base_model or hub_name(adapter.base)
-        else:
-            old = without_base(old, adapter.base)
+        elif old is not None:
+            forget_base(old, adapter.base)
         base_model = base_model or base_on_hub(old)
-    known = old.data if old is not None else None
-    said = {} if old is None or training is not None else dict(split_sections(old.text)[1])
-    given = list(datasets)
-    state = read_object(folder / "trainer_state.json") if _has(folder, "trainer_state.json") else {}
-    log = state.get("log_history") or []
-    datasets = given or _listed(known and known.datasets)
-    model_class = class_of(config, model_class)
-    task = task or (known and known.pipeline_tag) or task_of(config, model_class)
-    data = _evaluated(datasets, known.eval_results if known and known.eval_results else [])
-    found = _metrics(folder, metrics, config) or _logged_metrics(state)
-    results = eval_results(found, task=task, data=data)
-    budget_rows = _budget_rows(folder, budgets)
-    # what made the old card measured the same, and may know more of it: on what, and on which machine
-    is_same_run = old is not None and training is None and metrics is None and not given
-    if is_same_run and knows_results(old, results):
-        results = []
-    if budgets is None and budget_rows and budget_table(budget_rows) in said.get(BUDGETS, ""):
-        budget_rows = []
+    given, same_weights = list(datasets), training is None
+    if old is not None:
+        datasets, task = given or listed(old.data.datasets), task or old.data.pipeline_tag
+    state = read_object(folder / "trainer_state.json") if "trainer_state.json" in files else {}
+    found = metrics_in(folder, metrics, config) or logged_metrics(state)
+    results = eval_results(found, task=task, data=_evaluated(datasets, old))
+    budget_rows = budget_rows_in(folder, budgets)
+    if training is None:
+        said = sections_of(old)
+        known = [(each.metric_name, each.metric_value) for each in listed(old and old.data.eval_results)]
+        if not given and all((each.metric_name, each.metric_value) in known for each in results):
+            results = []  # the old card may say more: on what they were measured
+        if budgets is None and budget_rows:  # the old card may say on which machine
+            is_said = budget_table(budget_rows) in said.get("Compute budgets", "")
+            budget_rows = [] if is_said else budget_rows
+        training = TrainingFacts(
+            # the section of the old card stays where nobody names others
+            data=training_data(old, datasets) if given or "Training data" not in said else (),
+            # that of its trainer says more than the state does
+            hyperparameters={} if "Training hyperparameters" in said else state_hyperparameters(state),
+            history=history_of(state.get("log_history") or []),
+        )
     card = model_card(
         config,
-        name=name,
-        model_class=model_class,
+        name=name or folder.absolute().name,
         license=license,
         base_model=base_model,
         datasets=datasets,
         language=language,
         task=task,
         results=results,
-        training=training
-        or TrainingFacts(
-            # the section of the old card stays where nobody names others
-            data=training_data(old, datasets) if given or DATA not in said else (),
-            hyperparameters={} if _tells_hyperparameters(old) else _hyperparameters(state),
-            history=history_of(log),
-        ),
+        training=training,
         budget_rows=budget_rows,
-        has_tokenizer=any(_has(folder, name) for name in _TOKENIZER_FILES),
-        carries_code=carries_code,
-        adapter=None if adapter is None else adapter.method,
-        adapter_trains=None if adapter is None else adapter.trains,
-        base_folder=None if adapter is None else adapter.base_folder,
+        has_tokenizer=not files.isdisjoint(_TOKENIZER_FILES),
         expert_load=expert_load,
         expert_load_of=expert_load_of,
+        **facts,
     )
-    return merged_card(card, old, same_weights=training is None)
+    return merged_card(card, old, same_weights=same_weights)
 
 
 def _config(folder: Path) -> GatingConfig:
-    if not folder.is_dir() or not _has(folder, "config.json"):
+    if not (folder / "config.json").is_file():
         raise ValueError(
             f"The checkpoint must be a folder with config.json or adapter_config.json (got {folder}, "
             "which has neither); give the folder that save_pretrained or MoaTrainer wrote."
@@ -158,120 +135,17 @@ def _config(folder: Path) -> GatingConfig:
     return AutoConfig.from_pretrained(folder)
 
 
-def _is_adapter(folder: Path) -> bool:
-    return _has(folder, "adapter_config.json") and not _has(folder, "config.json")
-
-
-def _has(folder: Path, name: str) -> bool:
-    return (folder / name).is_file()
-
-
-def _metrics(
-    folder: Path, given: str | Path | Mapping[str, float] | None, config: GatingConfig
-) -> list[tuple]:
-    if given is not None:
-        entries = given if isinstance(given, Mapping) else read_object(Path(given))
-        wrong = [name for name, value in entries.items() if as_number(value) is None]
-        found = named_metrics(entries)
-        if wrong or not found:
-            raise ValueError(
-                f"{_source(given, 'metrics')} must hold metrics by name, each a number, such as "
-                f'{{"accuracy": 0.9}} (got {"no number for " + ", ".join(wrong) if wrong else "none"}).'
-            )
-        return found
-    for name in _METRIC_FILES:
-        entries = read_object(folder / name) if _has(folder, name) else {}
-        found = named_metrics(_at_largest_budget(entries, config))
-        if found:
-            return found
-    return []
-
-
-def _at_largest_budget(entries: Mapping[str, Any], config: GatingConfig) -> dict[str, Any]:
-    """What an Accelerate script wrote, of a CCT model at its largest budget under the plain names."""
-    if not config.has_cct:
-        return dict(entries)
-    largest = at_budget("", config.listed_budgets[0])
-    found = dict(entries)
-    for name in (key.removesuffix(largest) for key in entries if key.endswith(largest)):
-        measured = [at_budget(name, budget) for budget in config.listed_budgets]
-        if all(each in entries for each in measured):
-            found[name] = found[measured[0]]
-            for each in measured:
-                found.pop(each, None)
-    if found.keys() != entries.keys():
-        found.pop("compute_fraction", None)
-    return found
-
-
-def _logged_metrics(state: Mapping[str, Any]) -> list[tuple]:
-    """Metrics of the weights that a trainer's state belongs to."""
-    log, step, best = (state.get(name) for name in ("log_history", "global_step", "best_global_step"))
-    is_over = any("train_runtime" in entry for entry in log or [])
-    if is_over and best not in (None, step):
-        return []  # the weights may be the best ones or the last; the state does not say which
-    return final_metrics(log or [], step=step)
-
-
-def _budget_rows(
-    folder: Path, given: str | Path | Sequence[Mapping[str, Any]] | None
-) -> Sequence[Mapping[str, Any]]:
-    if given is None:
-        files = sorted(folder.glob("budget_results*.json"))
-        if len(files) != 1:  # of several data sets
-            return []
-        given = files[0]
-    is_file = isinstance(given, (str, Path))
-    rows = read_json(Path(given)) if is_file else list(given)
-    is_list = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-    if not is_list or (is_file and not rows):
-        raise ValueError(
-            f"{_source(given, 'budgets')} must hold a list of the rows that `evaluate_budgets` returned "
-            f"(got {json.dumps(rows)[:60]})."
-        )
-    return rows
-
-
-def _source(given: Any, name: str) -> Any:
-    """What to call it in an error: a file by its path."""
-    return given if isinstance(given, (str, Path)) else f"`{name}`"
-
-
-def _evaluated(datasets: list[str], results: list[EvalResult]) -> DataUsed | None:
+def _evaluated(datasets: Sequence[str], old: ModelCard | None) -> DataUsed | None:
     """What the metrics were measured on: the one data set, just as the old card's results name it."""
     if len(datasets) != 1:
         return None
+    fields = ("name", "config", "split", "revision")
     known = {
-        DataUsed(
-            use="evaluation",
-            name=result.dataset_name,
-            dataset=result.dataset_type,
-            config=result.dataset_config,
-            split=result.dataset_split,
-            revision=result.dataset_revision,
-        )
-        for result in results
+        tuple(getattr(result, f"dataset_{field}") for field in fields)
+        for result in listed(old and old.data.eval_results)
+        if result.dataset_type == datasets[0] and result.dataset_split != "test"
     }
-    return known.pop() if [used.dataset for used in known] == datasets else named_data(datasets[0])
-
-
-def _listed(value: Any) -> list[str]:
-    if not value:
-        return []
-    return [value] if isinstance(value, str) else list(value)
-
-
-def _tells_hyperparameters(old: ModelCard | None) -> bool:
-    """Whether a card says more than a trainer's state does: its trainer wrote it."""
-    return old is not None and HYPERPARAMETERS in dict(split_sections(old.text)[1])
-
-
-def _hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
-    names = {
-        "train_batch_size": "train_batch_size",
-        "max_steps": "training_steps",
-        "num_train_epochs": "num_epochs",
-        "global_step": "steps_done",
-        "epoch": "epochs_done",
-    }
-    return {shown: state[name] for name, shown in names.items() if state.get(name) is not None}
+    if len(known) != 1:
+        return named_data(datasets[0])
+    facts = dict(zip(fields, known.pop(), strict=True))
+    return DataUsed(use="evaluation", dataset=datasets[0], **facts)

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import HPSearchBackend, has_length
 from transformers.utils import logging
 
-from hf_moa.model_card import MeanExpertLoad
+from hf_moa.expert_load import MeanExpertLoad
 from hf_moa.modeling.core.precision import on_device
 from hf_moa.modeling.core.sharding import FSDPModule
 from hf_moa.modeling.core.task_losses import next_token_labels, token_share

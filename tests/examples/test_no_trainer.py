@@ -22,10 +22,9 @@ from script_runs import command_line
 from text_training import ModelArguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_moa.markdown import cell
+from hf_moa.markdown import cell, split_sections
 from hf_moa.model_card import checkpoint_card, read_card
-from hf_moa.model_card.existing import split_sections
-from hf_moa.model_card.tables import budget_table
+from hf_moa.run_results import budget_table
 
 
 @pytest.mark.parametrize("task", SCRIPTS)

@@ -8,11 +8,9 @@ from cards import BUDGET_ROWS, LOG, evaluation, full_card, sections
 from families import CASE
 
 from hf_moa.analysis import analyze
+from hf_moa.expert_load import expert_load_in
 from hf_moa.model_card import MeanExpertLoad, eval_results
-from hf_moa.model_card.expert_load import expert_load_in
-from hf_moa.model_card.facts import in_words, named_metrics
-from hf_moa.model_card.tables import budget_table
-from hf_moa.model_card.trainer import final_metrics, history_of
+from hf_moa.run_results import budget_table, final_metrics, history_of, in_words, named_metrics
 
 
 def test_speed_up_is_over_the_largest_budget():

@@ -24,7 +24,7 @@ from test_pipelines import tokenizer
 from hf_moa import FTGConfig
 from hf_moa.markdown import read_table
 from hf_moa.model_card import DataUsed, TrainingFacts, checkpoint_card, read_card, write_card
-from hf_moa.model_card.tables import budget_table
+from hf_moa.run_results import budget_table
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from huggingface_hub import ModelCard
 from training_runs import trainer
 
 from hf_moa import MoaBertConfig
+from hf_moa.markdown import split_sections
 from hf_moa.model_card import HEADINGS, eval_results, merged_card, model_card, read_card
-from hf_moa.model_card.card import card_of
-from hf_moa.model_card.existing import split_sections
+from hf_moa.model_card.existing import card_of
 
 
 def card(text, **metadata):

@@ -13,7 +13,7 @@ from training_runs import build, rows, run, trainer
 import hf_moa
 from hf_moa import upcycle
 from hf_moa.model_card import HEADINGS, read_card, trainer_card, write_card
-from hf_moa.model_card.tables import budget_table
+from hf_moa.run_results import budget_table
 from hf_moa.training import evaluate_budgets
 
 

@@ -6,7 +6,7 @@ from families import each_variant
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_moa.model_card.expert_load import MeanExpertLoad
+from hf_moa.expert_load import MeanExpertLoad
 from hf_moa.modeling.core import precision
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
 

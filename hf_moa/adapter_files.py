@@ -1,32 +1,24 @@
-"""Adapters: what a card says of a PEFT adapter, and the names that PEFT's own card of one lacks."""
+"""PEFT adapters of gated models: what a card says of one, and where its base is."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from huggingface_hub import ModelCard
-from peft import PeftModel
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
-from hf_moa.kinds import is_one
-from hf_moa.modeling.config.gating import GatingConfig
-from hf_moa.modeling.ftg.config import LOADERS, FTGConfig, saved_num_labels
-
-from .card import card_of
-from .files import read_object
+from .json_files import read_object
+from .kinds import is_one
+from .modeling.config.gating import GatingConfig
+from .modeling.ftg.config import LOADERS, FTGConfig, saved_num_labels
 
 # PEFT's names of tasks -> the classes that adapters for them are loaded onto.
 _AUTO_CLASSES = {task: f"AutoModel{suffix}" for task, suffix in LOADERS.items()}
 _AUTO_CLASSES["FEATURE_EXTRACTION"] = "AutoModel"
 # Where the example scripts save a base that is nowhere else, in the adapter's folder.
 BASE_FOLDER = "base_model"
-# What precedes the names in the card that `FTGConfig` writes.
-_FTG_TITLE = re.compile(r"^(# FTG\+? )adapter of .*$", flags=re.MULTILINE)
-_FTG_SNIPPET = re.compile(r'(PeftModel\w*\.from_pretrained\((?:base, )?")[^"]*')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,26 +37,29 @@ class Adapter:
     method: str
     base: str | None
     config: GatingConfig
-    model_class: str | None
+    model_class: type | str | None
     base_folder: str | None = None
     trains: str | None = None
 
     @classmethod
-    def of(cls, model: PeftModel) -> Adapter:
-        """That of a model, the first if it has several.
+    def of(cls, model: PreTrainedModel, folder: str | Path | None = None) -> Adapter:
+        """That of a model, the first if it has several; saved to a folder.
 
         Raises:
             ValueError: the base model is not gated.
         """
-        base = model.get_base_model()
-        name = next(iter(model.peft_config.values())).base_model_name_or_path or None
-        _check_gated(base.config, name)
+        base_model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        peft_config = next(iter(model.peft_config.values()))
+        base = peft_config.base_model_name_or_path or None
+        peft_type = getattr(peft_config.peft_type, "value", peft_config.peft_type)
+        _check_gated(base_model.config, base)
         return cls(
-            method=peft_method(model.peft_config),
-            base=name,
-            config=base.config,
-            model_class=type(base).__name__,
-            trains=trained_in_words(model.peft_config),
+            method=_method(peft_type, getattr(peft_config, "plus", False)),
+            base=base,
+            config=base_model.config,
+            model_class=type(base_model),
+            base_folder=None if folder is None else base_beside(folder, base),
+            trains=peft_config.in_words() if is_one(peft_config, FTGConfig) else None,
         )
 
     @classmethod
@@ -85,31 +80,32 @@ class Adapter:
                 f"{method!r}); give the folder that save_pretrained or MoaTrainer wrote."
             )
         base_folder = base_beside(folder, base)
-        if base_folder is not None:
-            source = str(folder / base_folder)
-        else:
-            source = base if base and Path(base).is_dir() else base_model or base
-        config = _config_of(source)
+        is_here = base is not None and Path(base).is_dir()
+        source = base if is_here else base_model or base
+        config = _config_of(source if base_folder is None else str(folder / base_folder))
         config.num_labels = saved_num_labels(folder) or config.num_labels
-        model_class = base_class_of(facts, config)
         return cls(
             method=_method(method, facts.get("plus", False)),
             base=base,
             config=config,
-            model_class=model_class,
+            model_class=base_class_of(facts, config),
             base_folder=base_folder,
             trains=FTGConfig.from_pretrained(folder).in_words() if method == "FTG" else None,
         )
 
-    @property
-    def base_carries_code(self) -> bool:
-        """Whether both load without this package, with `trust_remote_code=True`, as far as it is here to
-        be seen."""
-        if self.base_folder is not None or self.method.startswith("FTG"):
-            return False  # transformers looks for code where the adapter is; FTG is in the package alone
-        folder = Path(self.base or "")
-        code = folder / f"modeling_{self.config.model_type}.py"
-        return not self.base or not folder.is_dir() or code.is_file()
+    def facts(self) -> dict[str, Any]:
+        """Arguments of `model_card`."""
+        code = Path(self.base or "", f"modeling_{self.config.model_type}.py")
+        # transformers looks for code where the adapter is; FTG is only in the package
+        has_none = self.base_folder is not None or self.method.startswith("FTG")
+        is_elsewhere = not self.base or not code.parent.is_dir()
+        return {
+            "model_class": self.model_class,
+            "adapter": self.method,
+            "adapter_trains": self.trains,
+            "base_folder": self.base_folder,
+            "carries_code": not has_none and (is_elsewhere or code.is_file()),
+        }
 
 
 def names_base_folder(base: str) -> bool:
@@ -135,51 +131,19 @@ def base_beside(folder: str | Path, base: str | None) -> str | None:
 
 
 def base_class_of(facts: Mapping[str, Any], config: GatingConfig) -> str | None:
-    """The name of the class that an adapter is loaded onto: its task's, or the one that it was made on.
+    """The name of the class that an adapter is loaded onto: its task's, or the one that it was made on;
+    None where the adapter does not say.
 
     Args:
         facts: of adapter_config.json.
         config: of the base model.
-
-    Returns:
-        None where the adapter does not say.
     """
     auto = _AUTO_CLASSES.get(facts.get("task_type"))
     return config.auto_classes.get(auto) or (facts.get("auto_mapping") or {}).get("base_model_class")
 
 
-def peft_method(peft_configs: Mapping[str, Any] | None) -> str | None:
-    """The method of the first adapter, as PEFT names it, or "FTG+"; None without one."""
-    if not peft_configs:
-        return None
-    config = next(iter(peft_configs.values()))
-    return _method(getattr(config.peft_type, "value", config.peft_type), getattr(config, "plus", False))
-
-
-def trained_in_words(peft_configs: Mapping[str, Any] | None) -> str | None:
-    """What the first adapter trains, in a sentence, if it is one of FTG; else None."""
-    config = next(iter((peft_configs or {}).values()), None)
-    return config.in_words() if is_one(config, FTGConfig) else None
-
-
 def _method(peft_type: str, plus: bool) -> str:
     return "FTG+" if peft_type == "FTG" and plus else peft_type
-
-
-def with_names(card: ModelCard | None, *, name: str, base_model: str | None) -> ModelCard | None:
-    """The card that `FTGConfig` writes, which knows no name of the adapter and may hold a path of the
-    base, with both names; any other as it is.
-
-    Args:
-        card: None stays None.
-        name: the adapter's id on the Hub, or its folder.
-        base_model: the base model's id on the Hub.
-    """
-    if card is None or not _FTG_TITLE.search(card.text):
-        return card
-    title = f"adapter of {base_model or 'the base model'}"
-    text = _FTG_TITLE.sub(lambda match: match[1] + title, card.text)
-    return card_of(card.data, _FTG_SNIPPET.sub(lambda match: match[1] + name, text))
 
 
 def _config_of(base: str | None) -> GatingConfig:

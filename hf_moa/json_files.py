@@ -1,4 +1,4 @@
-"""Reading the JSON files of a checkpoint's folder."""
+"""Reading JSON files, with errors that say which file holds what it should not."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: as of `read_json`; the file holds something else.
-    """
+    """The object in a JSON file; a ValueError where it holds something else."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object (got a {type(value).__name__}).")

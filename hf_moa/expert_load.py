@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_moa.markdown import table
-from hf_moa.modeling.core.precision import in_float64
+from .markdown import union_table
+from .modeling.core.precision import in_float64
 
 if TYPE_CHECKING:
     import pandas as pd
 
 # With more experts than this, their shares do not fit on a line.
 _MOST_SHARES = 16
-
-
 _GATE_WEIGHTS = tuple(f"{half}expert_weights" for half in ("", "encoder_", "decoder_", "cross_"))
 
 
@@ -102,7 +100,7 @@ def _part(part: str, kind: str, is_encoder_decoder: bool) -> str:
 
 
 def expert_load_table(expert_load: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """Shares of the experts by layer: least, most, entropy relative to an even load, and each.
+    """Shares of the experts by layer: least, most, entropy over that of an even load, and each.
 
     Args:
         expert_load: part of the layer -> `[layers][N]`.
@@ -110,7 +108,7 @@ def expert_load_table(expert_load: Mapping[str, Sequence[Sequence[float]]]) -> s
     Raises:
         ValueError: a layer has no experts, or a share is no number in [0, 1].
     """
-    rows: list[list[Any]] = []
+    rows = []
     most = max(len(shares) for layers in expert_load.values() for shares in layers)
     for part, layers in expert_load.items():
         for i, shares in enumerate(layers):
@@ -119,17 +117,12 @@ def expert_load_table(expert_load: Mapping[str, Sequence[Sequence[float]]]) -> s
                     f"expert_load[{part!r}][{i}] must be the shares of a layer's experts, numbers in "
                     f"[0, 1] (got {shares!r})."
                 )
-            row = [part.replace("_", " "), i, min(shares), max(shares), _relative_entropy(shares)]
+            entropy = sum(share * math.log(1 / share) for share in shares if share > 0)
+            relative = entropy / math.log(len(shares)) if len(shares) > 1 else 1.0
+            numbers = {"least": min(shares), "most": max(shares), "entropy": relative}
+            row = {"part": part.replace("_", " "), "layer": i}
+            row |= {name: f"{number:.3f}" for name, number in numbers.items()}
             if most <= _MOST_SHARES:
-                row.append(" ".join(f"{share:.3f}" for share in shares))
-            rows.append([f"{value:.3f}" if isinstance(value, float) else value for value in row])
-    columns = ["part", "layer", "least", "most", "entropy"]
-    return table([*columns, "shares"] if most <= _MOST_SHARES else columns, rows)
-
-
-def _relative_entropy(shares: Sequence[float]) -> float:
-    """Entropy over log N: 1 where the load is even, 0 where one expert has it all."""
-    if len(shares) == 1:
-        return 1.0
-    entropy = sum(share * math.log(1 / share) for share in shares if share > 0)
-    return entropy / math.log(len(shares))
+                row["shares"] = " ".join(f"{share:.3f}" for share in shares)
+            rows.append(row)
+    return union_table(rows)
