@@ -49,7 +49,7 @@ def test_python_of_the_readme_runs(local_readme, tmp_path, monkeypatch):
 
 def test_commands_of_the_readme_run(local_readme, tmp_path, monkeypatch, capsys):
     """Those of `hf-moa` that stand there; `quickstart` has tests of its own."""
-    from hf_moa_cli import main
+    from hf_moa.cli import main
 
     commands = re.findall(r"^hf-moa ([^#\n]*)", local_readme, flags=re.MULTILINE)
     assert {command.split()[0] for command in commands} == {"upcycle", "analyze", "benchmark", "card"}

@@ -1,15 +1,16 @@
 """The gating fields that the command line offers, read from their source.
 
-Importing `hf_moa` imports torch, which is much to wait for where help is all that is asked for.
+Importing the configuration imports torch, which is much to wait for where only help is asked for.
 """
 
 import ast
-import runpy
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hf_moa.field_meanings import field_meaning
+
+_SOURCE = Path(__file__).parents[1] / "modeling" / "core" / "configuration.py"
 _CHOICES = {
     "attention_type": "ATTENTION_TYPES",
     "mae_gate_type": "MAE_GATE_TYPES",
@@ -40,10 +41,7 @@ class GatingField:
 
 def gating_fields() -> list[GatingField]:
     """The fields of `GatingConfig`, in their order."""
-    package = Path(find_spec("hf_moa").origin).parent  # finds it and does not import it
-    field_meaning = runpy.run_path(str(package / "field_meanings.py"))["field_meaning"]
-    source = (package / "modeling" / "core" / "configuration.py").read_text(encoding="utf-8")
-    module = ast.parse(source).body
+    module = ast.parse(_SOURCE.read_text(encoding="utf-8")).body
     config = next(node for node in module if isinstance(node, ast.ClassDef))
     constants = {node.targets[0].id: node.value for node in module if isinstance(node, ast.Assign)}
     return [

@@ -134,7 +134,7 @@ def _load_model(
     """
     from transformers import AutoConfig
 
-    import hf_moa
+    import hf_moa.registration
     from hf_moa.modeling.core.configuration import GatingConfig
 
     config = AutoConfig.from_pretrained(source, subfolder=options.get("subfolder", ""))

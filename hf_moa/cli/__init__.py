@@ -10,16 +10,16 @@ hf-moa env --json
 Mistakes of the user end in one line on standard error and exit code 2, a quickstart whose
 checkpoint does not reload in 1, an interruption in 130; anything unexpected keeps its traceback.
 
-The package stands beside `hf_moa` and not in it: importing that imports torch and transformers, to
-register its classes, and `--help` is not to wait for them. So all imports of it, and of other slow
-packages, stand inside the functions that carry a command out.
+`--help` waits neither for torch nor for transformers: slow packages are imported inside the functions
+that carry a command out, and the console script enters through `hf_moa_cli.py`, which says the rest.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+
+from hf_moa import __version__
 
 from . import analyze, benchmark, card, env, quickstart, upcycle
 
@@ -48,18 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-class _Version(argparse.Action):
-    """`--version`, which is looked up only where it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
-        try:
-            found = metadata.version("hf-moa")
-        except metadata.PackageNotFoundError:  # a checkout that is not installed
-            from hf_moa import __version__ as found
-        print(f"{parser.prog} {found}")
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-moa",
@@ -67,9 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "computation.",
         epilog="example: hf-moa quickstart",
     )
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print it and leave"
-    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (quickstart, upcycle, analyze, benchmark, card, env):
         command.add(commands)

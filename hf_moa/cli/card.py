@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if output.is_dir():
         raise ValueError(f"--output must be a file (got {output}, a folder)")
     check_at_least_1(args, "limit", "batch_size", "max_length")
+    import hf_moa.registration  # noqa: F401 - the card is written from what AutoConfig reads
     from hf_moa.model_card import checkpoint_card, is_unfinished, read_card, write_card
 
     old = read_card(output)
