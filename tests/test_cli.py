@@ -330,9 +330,10 @@ def test_analyze_with_a_bad_option(gated_dir, texts, tmp_path, capsys, monkeypat
 
 
 def test_analyze_asks_for_matplotlib_before_it_measures(gated_dir, texts, capsys, monkeypatch):
-    monkeypatch.setattr("hf_moa.cli.analyze.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = error_of(capsys, "analyze", gated_dir, "--data", texts, "--text-column", "sentence")
-    assert "need matplotlib: pip install 'hf-moa[plots]'" in message
+    assert "needs the package matplotlib" in message
+    assert 'pip install "hf-moa[analysis]"' in message
 
 
 @pytest.mark.parametrize("command", ["analyze", "benchmark"])

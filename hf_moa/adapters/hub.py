@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import CommitInfo, HfApi
 from peft import PeftModel
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.model_card import Adapter, checkpoint_card, read_card, write_card
 from hf_moa.model_card.adapter import with_names
 from hf_moa.model_card.existing import base_on_hub
@@ -65,7 +65,7 @@ def push_to_hub(
 def _write_card(model: PeftModel, folder: Path, *, name: str) -> None:
     """Write a card in the place of the one that `save_pretrained` wrote."""
     path = folder / "README.md"
-    if is_one(getattr(model.get_base_model(), "config", None), GatingConfig):
+    if is_instance_by_name(getattr(model.get_base_model(), "config", None), GatingConfig):
         card = checkpoint_card(folder, name=name, adapter=Adapter.of(model))
     else:  # FTG takes any modules by their names
         card = read_card(path)

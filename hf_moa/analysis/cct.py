@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_moa.kinds import is_one
-from hf_moa.modeling.attention.gated_attention import GatedAttention
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.modeling.cct.costs import AttentionCost, used_and_full
 from hf_moa.modeling.cct.feed_forward import FeedForwardGate
 from hf_moa.modeling.core.precision import in_float64
 
-from .observe import Observation, Tokens, part_of
+from .observe import Observation, Tokens, attention_layers, part_of
 from .vocabulary import Vocabulary
 
 _BINS = 20  # of the distribution of compute over tokens
@@ -34,10 +33,10 @@ class _LayerCosts:
     @classmethod
     def of(cls, layer: nn.Module) -> tuple[str, _LayerCosts]:
         """Them, behind the name of the layer's stack."""
-        attentions = [module for module in layer.modules() if is_one(module, GatedAttention)]
+        attentions = attention_layers(layer)
         own = next(attention for attention in attentions if not attention.is_cross_attention)
         costs = {"cross" if a.is_cross_attention else "self": a.cost for a in attentions}
-        gate = next(module for module in layer.modules() if is_one(module, FeedForwardGate))
+        gate = next(module for module in layer.modules() if is_instance_by_name(module, FeedForwardGate))
         return part_of(own), cls(costs, gate.part_cost * gate.num_splits)
 
 

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_moa import __version__
+from hf_moa.extras import MissingExtraError
 
 from . import analyze, benchmark, card, env, quickstart, upcycle
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads, as `head`, has enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the interpreter's last flush
         return 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MissingExtraError) as error:
         # Messages of the libraries below may span lines.
         print(f"hf-moa {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

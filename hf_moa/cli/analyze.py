@@ -3,9 +3,10 @@
 import argparse
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from hf_moa.extras import from_extra
 
 from .command import add_command, budget, load_checkpoint, move, without_bars
 from .data import add_data_arguments, add_size_arguments, check_at_least_1, read_data, tokenizer_for
@@ -66,8 +67,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     from hf_moa.analysis import analyze, write_report
-    from hf_moa.analysis.observe import gated_model_of
-    from hf_moa.analysis.text_batches import TextBatches
+    from hf_moa.gated_models import gated_model_of
+    from hf_moa.text_batches import TextBatches
 
     with without_bars():
         model = load_checkpoint(args.checkpoint)
@@ -102,13 +103,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """What can be refused before anything is loaded."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("the report's figures need matplotlib: pip install 'hf-moa[plots]'")
     if args.output.suffix not in _FORMATS:
         raise ValueError(f"--output must end in {' or '.join(_FORMATS)} (got {args.output.name})")
     if args.output.exists() and not args.overwrite:
         raise ValueError(f"{args.output} is there already; give another --output, or --overwrite")
     check_at_least_1(args, "limit", "batch_size", "max_length", "least_count", "top_tokens", "draws")
+    with from_extra("analysis"):
+        import matplotlib  # noqa: F401 - draws the report's figures, once all is measured
 
 
 def _metrics(args: argparse.Namespace, model: Any, batches: Any) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _metrics(args: argparse.Namespace, model: Any, batches: Any) -> dict[str, An
     from tqdm.auto import tqdm
 
     from hf_moa.analysis import budget_metrics, evaluate, expert_selection
-    from hf_moa.analysis.observe import gated_model_of
+    from hf_moa.gated_models import gated_model_of
 
     def measure(budget: Any = None) -> dict[str, float]:
         return evaluate(model, tqdm(batches, desc="evaluate"), budget=budget)

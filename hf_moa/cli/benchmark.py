@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     check_at_least_1(args, "batch_size", "length", "threads")
     import torch
 
-    from hf_moa.analysis.observe import gated_model_of
     from hf_moa.benchmark import benchmark
     from hf_moa.environment import device_name, environment
+    from hf_moa.gated_models import gated_model_of
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -84,7 +84,7 @@ def _batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
             ids[..., -1] = ends[0]
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     else:
-        from hf_moa.analysis.text_batches import TextBatches
+        from hf_moa.text_batches import TextBatches
 
         tokenizer = tokenizer_for(model, args.checkpoint)
         data = read_data(args, limit=args.batch_size)

@@ -111,9 +111,9 @@ def _expert_load(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: the model has no experts; the text cannot be read.
     """
     from hf_moa.analysis import analyze
-    from hf_moa.analysis.observe import gated_model_of
-    from hf_moa.analysis.text_batches import TextBatches
+    from hf_moa.gated_models import gated_model_of
     from hf_moa.model_card.expert_load import expert_load_in
+    from hf_moa.text_batches import TextBatches
 
     with without_bars():
         model = load_checkpoint(args.checkpoint)

@@ -43,19 +43,15 @@ def budget(text: str) -> float | tuple[float, ...]:
 @contextmanager
 def without_bars() -> Iterator[None]:
     """Loading and saving take seconds, and an error is to be the only line."""
-    import datasets.utils as datasets
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if shown[0]:
+        if shown:
             logging.enable_progress_bar()
-        if shown[1]:
-            datasets.enable_progress_bars()
 
 
 def tokenizer_of(source: str) -> Any:

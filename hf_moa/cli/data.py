@@ -54,18 +54,25 @@ def check_at_least_1(args: argparse.Namespace, *names: str) -> None:
 
 
 def read_data(args: argparse.Namespace, *, limit: int | None) -> Any:
-    """The rows that the arguments name, as `read_text` returns them."""
-    from hf_moa.analysis.text_batches import read_text
+    """The texts that the arguments name, as `read_text` returns them."""
+    from hf_moa.text_batches import read_text  # isort: skip - before what it needs an extra for
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     columns = {role: getattr(args, f"{role}_column", None) for role in _ROLES}
-    return read_text(
-        args.data,
-        columns={role: name for role, name in columns.items() if name is not None},
-        target_file=args.target_data,
-        subset=args.subset,
-        split=args.split,
-        limit=limit,
-    )
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        return read_text(
+            args.data,
+            columns={role: name for role, name in columns.items() if name is not None},
+            target_file=args.target_data,
+            subset=args.subset,
+            split=args.split,
+            limit=limit,
+        )
+    finally:
+        if shown:
+            enable_progress_bars()
 
 
 def tokenizer_for(model: Any, source: str) -> Any:
@@ -74,7 +81,7 @@ def tokenizer_for(model: Any, source: str) -> Any:
     Raises:
         ValueError: there is none.
     """
-    from hf_moa.analysis.observe import gated_model_of
+    from hf_moa.gated_models import gated_model_of
 
     tokenizer = tokenizer_of(source) or tokenizer_of(gated_model_of(model).name_or_path)
     if tokenizer is None:

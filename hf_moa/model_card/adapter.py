@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoConfig
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.modeling.core.configuration import GatingConfig
 from hf_moa.modeling.ftg.config import LOADERS, FTGConfig, saved_num_labels
 
@@ -159,7 +159,7 @@ def peft_method(peft_configs: Mapping[str, Any] | None) -> str | None:
 def trained_in_words(peft_configs: Mapping[str, Any] | None) -> str | None:
     """What the first adapter trains, in a sentence, if it is one of FTG; else None."""
     config = next(iter((peft_configs or {}).values()), None)
-    return config.in_words() if is_one(config, FTGConfig) else None
+    return config.in_words() if is_instance_by_name(config, FTGConfig) else None
 
 
 def _method(peft_type: str, plus: bool) -> str:
@@ -200,7 +200,7 @@ def _config_of(base: str | None) -> GatingConfig:
 
 
 def _check_gated(config: Any, base: str | None) -> None:
-    if not is_one(config, GatingConfig):
+    if not is_instance_by_name(config, GatingConfig):
         raise ValueError(
             f"The adapter's base must be a gated model (got {base}, of model_type "
             f"{getattr(config, 'model_type', None)!r}); PEFT writes the cards of others."

@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.markdown import table, union_table
 from hf_moa.modeling.core.configuration import GatingConfig
 from hf_moa.upcycle_families import family_of
@@ -108,7 +108,7 @@ def model_card(
         ValueError: `config` is of no gated model; `license` or `base_model` is no identifier; a row of
             `budget_rows` or a share of `expert_load` is none.
     """
-    if not is_one(config, GatingConfig):
+    if not is_instance_by_name(config, GatingConfig):
         raise ValueError(
             f"config must be a gated model's, such as MoaBertConfig (got {type(config).__name__}). "
             "`hf_moa.upcycle` makes a gated model of a plain one."

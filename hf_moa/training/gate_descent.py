@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.modeling.core.process_sum import has_several_processes
 from hf_moa.modeling.core.sharding import DTensor
 from hf_moa.modeling.mae.mixture import MaeGate
@@ -37,7 +37,7 @@ def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for module in model.modules()
-        if is_one(module, MaeGate)
+        if is_instance_by_name(module, MaeGate)
         for parameter in module.parameters()
         if parameter.requires_grad
     ]

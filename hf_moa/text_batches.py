@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset
 from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_moa.extras import from_extra
+
+with from_extra("analysis"):
+    from datasets import Dataset, load_dataset
 
 # Files with other endings hold a text on each line.
 _READERS = {

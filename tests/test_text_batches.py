@@ -7,7 +7,7 @@ from families import CASE
 from test_pipelines import tokenizer
 
 from hf_moa.analysis import analyze, budget_metrics, evaluate
-from hf_moa.analysis.text_batches import TextBatches, read_text
+from hf_moa.text_batches import TextBatches, read_text
 
 
 @pytest.fixture(autouse=True)
