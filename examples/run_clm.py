@@ -35,27 +35,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gating_arguments import GatingArguments, check_budgets, evaluate_at_budgets, optional
-from text_blocks import (
-    IGNORE_INDEX,
-    TextBlocks,
-    TextFileArguments,
-    check_block_size,
-    load_lines,
-    token_fields,
-    train_tokenizer,
-)
-from text_training import (
-    ModelArguments,
-    data_for_card,
-    find_checkpoint,
-    finish,
-    load_model,
-    load_tokenizer,
-    parse_arguments,
-    set_up_logging,
-    train,
-)
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, Subset
@@ -68,6 +47,20 @@ from transformers import (
     set_seed,
 )
 
+from hf_moa.modeling.core.task_losses import IGNORE_INDEX
+from hf_moa.recipes.command_line import optional, parse_arguments
+from hf_moa.recipes.gating import GatingArguments, check_budgets
+from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
+from hf_moa.recipes.text_blocks import TextBlocks, TextFileArguments, check_block_size, load_lines
+from hf_moa.recipes.tokenizers import token_fields, train_text_tokenizer
+from hf_moa.recipes.trainer_runs import (
+    data_for_card,
+    evaluate_at_budgets,
+    find_checkpoint,
+    finish,
+    set_up_logging,
+    train,
+)
 from hf_moa.training import MoaTrainer, MoaTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -189,11 +182,11 @@ def main(args: list[str] | None = None) -> None:
             split: load_lines(model_args, data_args, split) for split, used in splits.items() if used
         }
     if tokenizer is None:
-        tokenizer = train_tokenizer(lines["train"], model_args.vocab_size)
+        tokenizer = train_text_tokenizer(lines["train"], model_args.vocab_size)
 
     # The model comes right after the seed, so that variants draw what they share alike.
     set_seed(training_args.seed)
-    fields = token_fields(tokenizer)
+    fields = token_fields(tokenizer, "bos", "eos", "pad")
     model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
     check_arguments(data_args, gating_args, training_args, model)
     block_size = check_block_size(data_args.block_size, model)

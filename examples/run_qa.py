@@ -14,34 +14,15 @@ questions of `--test_file` to `predict_predictions.json`, by their ids. The argu
 JSON file instead: `python examples/run_qa.py arguments.json`.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
-from adapter_arguments import AdapterArguments, adapt
-from gating_arguments import (
-    GatingArguments,
-    check_budgets,
-    convert,
-    evaluate_at_budgets,
-    optional,
-)
 from peft import TaskType
-from question_answering import AnswerMetric, Features, check_ids, num_answered, read_squad
-from text_training import (
-    CheckpointArguments,
-    check_counts,
-    data_for_card,
-    find_checkpoint,
-    finish,
-    load_tokenizer,
-    parse_arguments,
-    set_padding,
-    set_up_logging,
-    train,
-)
 from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
@@ -50,7 +31,30 @@ from transformers import (
     set_seed,
 )
 
+from hf_moa.recipes.adapters import AdapterArguments, adapt
+from hf_moa.recipes.command_line import check_counts, optional, parse_arguments
+from hf_moa.recipes.gating import GatingArguments, check_budgets, convert
+from hf_moa.recipes.models import CheckpointArguments, load_tokenizer
+from hf_moa.recipes.question_answering import (
+    AnswerMetric,
+    Features,
+    check_ids,
+    num_answered,
+    read_squad,
+)
+from hf_moa.recipes.tokenizers import set_padding
+from hf_moa.recipes.trainer_runs import (
+    data_for_card,
+    evaluate_at_budgets,
+    find_checkpoint,
+    finish,
+    set_up_logging,
+    train,
+)
 from hf_moa.training import MoaTrainer, MoaTrainingArguments
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -84,15 +88,7 @@ class DataTrainingArguments:
                 "Give either `dataset_name`, or `train_file`, `validation_file` and `test_file`, as far "
                 f"as they are needed (got {self.dataset_name!r}, and {', '.join(map(repr, files))})."
             )
-        check_counts(
-            self,
-            "doc_stride",
-            "n_best_size",
-            "max_answer_length",
-            "max_train_samples",
-            "max_eval_samples",
-            "max_predict_samples",
-        )
+        check_counts(self, "doc_stride", "n_best_size", "max_answer_length")
         if not self.doc_stride < self.max_seq_length:
             raise ValueError(
                 "`doc_stride` must be less than `max_seq_length` (got "
@@ -102,15 +98,10 @@ class DataTrainingArguments:
 
 def load_questions(
     data_args: DataTrainingArguments, model_args: CheckpointArguments, split: str
-) -> datasets.Dataset:
+) -> Dataset:
     """The first questions of a split, as many as the flags want."""
     if data_args.dataset_name is not None:
-        questions = datasets.load_dataset(
-            data_args.dataset_name,
-            split=split,
-            cache_dir=model_args.cache_dir,
-            token=model_args.token,
-        )
+        questions = model_args.load_dataset(data_args.dataset_name, split=split)
     else:
         path = getattr(data_args, f"{split}_file")
         if path is None:
@@ -128,7 +119,7 @@ def load_questions(
 
 def make_features(
     data_args: DataTrainingArguments,
-    questions: datasets.Dataset,
+    questions: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     *,
     keep_places: bool,

@@ -9,10 +9,10 @@ import run_mlm_no_trainer
 import torch
 from accelerate_runs import SCRIPTS, cut_unevenly, made_up_lines, run
 from datasets import Dataset
-from text_blocks import TextBlocks, encode
 from transformers import AutoTokenizer
 
 from hf_moa.quickstart.tokenizer import pack, train_tokenizer
+from hf_moa.recipes.text_blocks import TextBlocks, encode
 
 
 def test_line_ends_can_be_left_out(arguments, monkeypatch):
@@ -102,7 +102,7 @@ def test_lines_are_padded_to_one_length(arguments, caught):
         ({"max_seq_length": 2}, r"`max_seq_length` must be at least 3, .* \(got 2\)"),
         (
             {"train_sampling_strategy": "group_by_length"},
-            "group_by_length needs rows of several lengths",
+            "group_by_length needs sequences of several lengths",
         ),
     ],
 )

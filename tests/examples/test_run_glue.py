@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from few_words import SENTENCE, WORDS, write_tokenizer
 from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
 from script_runs import command_line, read_json
-from text_training import train_byte_level_bpe
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -27,10 +27,9 @@ from transformers import (
 
 import hf_moa
 from hf_moa import cli
+from hf_moa.recipes.tokenizers import train_byte_level_bpe
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "run_glue.py"
-SENTENCE = "the a cat dog sat ran on under mat tree red blue . it she he was not very"
-WORDS = SENTENCE.split()
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +47,10 @@ def run_glue():
 def checkpoint(tmp_path_factory):
     """A bare BERT encoder with its tokenizer."""
     path = tmp_path_factory.mktemp("checkpoint")
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    (path / "vocab.txt").write_text("\n".join(vocab) + "\n")
-    BertTokenizer(vocab=str(path / "vocab.txt"), model_max_length=32).save_pretrained(path)
+    vocab_size = write_tokenizer(path)
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=len(vocab),
+        vocab_size=vocab_size,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -1,13 +1,14 @@
-"""The optimisers of the `run_*_no_trainer.py` scripts."""
+"""The optimisers of the loop."""
 
 from __future__ import annotations
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate_arguments import AccelerateArguments
 from torch import nn
 
 from hf_moa.training import gate_parameters
+
+from .arguments import AccelerateArguments
 
 # Adafactor's steps are relative to a weight's root mean square, or to this where that is smaller: gates
 # start at or near zero, and with the usual 0.001 would stay there
@@ -20,7 +21,7 @@ def make_optimizer(
     """AdamW or Adafactor, over parameters that are trained; weight decay not for biases and norms.
 
     Args:
-        gates: whether MAE's gates are among them (block coordinate descent trains them by itself).
+        gates: whether MAE's gates are among them (block coordinate descent has an optimiser of its own).
 
     Raises:
         ValueError: Adafactor, whose steps follow from whole weights, where weights are in shards.

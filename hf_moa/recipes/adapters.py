@@ -1,4 +1,6 @@
-"""What the example scripts share about PEFT adapters: FTG, FTG+, and LoRA as the yardstick."""
+"""What of a model a script trains: all of it, or a PEFT adapter (FTG, FTG+, or LoRA to compare with)."""
+
+from __future__ import annotations
 
 import copy
 import json
@@ -8,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gating_arguments import optional
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,6 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from hf_moa import FTGConfig
 from hf_moa.model_card.adapter import BASE_FOLDER
 from hf_moa.modeling.ftg.model import selected_modules
+
+from .command_line import optional
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +109,10 @@ def adapt(
 
 
 def _is_stored(model: PreTrainedModel) -> bool:
-    """Whether `name_or_path` alone gives the model, but for a head, which an adapter has a copy of.
+    """Whether `name_or_path` gives the model, but for a head, which an adapter has a copy of.
 
-    It does not where the model has been converted, its embeddings resized, a part drawn anew, or a field
-    of its configuration set.
+    It does not where the model has been converted, its embeddings resized, a part newly drawn, or a
+    field of its configuration set.
     """
     config, name = model.config, model.name_or_path
     try:

@@ -1,4 +1,4 @@
-"""Files that the example scripts read: lines of text, or rows of JSON or CSV."""
+"""Files that the scripts read, plain or compressed: lines of text, or rows of JSON or CSV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def open_text(path: str, flag: str, holds: str = "text file, plain or .gz") -> T
     if not Path(path).is_file():
         raise ValueError(f"`{flag}` must be a {holds} (got {path}: no such file).")
     opened = gzip.open if path.endswith(".gz") else open
-    # a carriage return by itself ends no line: files that are parallel to this one may have none
+    # a single carriage return ends no line: files that are parallel to this one may have none
     return opened(path, "rt", encoding="utf-8-sig", newline="\n")
 
 

@@ -1,5 +1,4 @@
-"""Parallel text for translation, of files or of a data set of the Hub: what the scripts read, tokenise
-and measure BLEU on."""
+"""Parallel text for translation, of files or the Hub: its flags, how it is tokenised, and BLEU."""
 
 from __future__ import annotations
 
@@ -10,15 +9,18 @@ from itertools import cycle
 from operator import add
 
 import numpy as np
-from datasets import Dataset, load_dataset
-from gating_arguments import optional
-from sacrebleu.metrics import BLEU
-from text_files import is_table, read_lines, read_rows
-from text_training import IGNORE_INDEX, ModelArguments, check_counts, train_byte_level_bpe
-from tokenizers.processors import TemplateProcessing
-from transformers import EvalPrediction, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from datasets import Dataset
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 
-PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+from hf_moa.extras import from_extra
+from hf_moa.modeling.core.task_losses import IGNORE_INDEX
+
+from .command_line import check_counts, optional
+from .files import is_table, read_lines, read_rows
+from .models import HubArguments
+
+with from_extra("translation"):
+    from sacrebleu.metrics import BLEU
 
 
 @dataclass
@@ -113,15 +115,15 @@ class ParallelTextArguments:
 
 
 def load_pairs(
-    data_args: ParallelTextArguments, split: str, model_args: ModelArguments | None = None
+    data_args: ParallelTextArguments, split: str, hub: HubArguments | None = None
 ) -> dict[str, list[str]]:
     """The sentences of a split: `source` and `target`, of equal number.
 
     Args:
-        model_args: say where data sets of the Hub are kept, and with what token they are fetched.
+        hub: how a data set of the Hub is fetched.
     """
     if data_args.dataset_name is not None:
-        return _pairs_of_dataset(data_args, split, model_args)
+        return _pairs_of_dataset(data_args, split, hub or HubArguments())
     path = getattr(data_args, f"{split}_file")
     if path is not None:
         rows = read_rows(path, f"{split}_file")
@@ -146,22 +148,14 @@ def load_pairs(
 
 
 def _pairs_of_dataset(
-    data_args: ParallelTextArguments, split: str, model_args: ModelArguments
+    data_args: ParallelTextArguments, split: str, hub: HubArguments
 ) -> dict[str, list[str]]:
-    splits = load_dataset(
-        data_args.dataset_name,
-        data_args.dataset_config_name,
-        cache_dir=model_args and model_args.cache_dir,
-        token=model_args and model_args.token,
-    )
-    if split not in splits:
-        raise ValueError(f"`dataset_name` must have the split {split!r} (got {', '.join(splits)}).")
-    if "translation" not in splits[split].column_names:
+    pairs = hub.load_dataset(data_args.dataset_name, data_args.dataset_config_name, split=split)
+    if "translation" not in pairs.column_names:
         raise ValueError(
-            "`dataset_name` must have a column 'translation' (got "
-            f"{', '.join(splits[split].column_names)})."
+            f"`dataset_name` must have a column 'translation' (got {', '.join(pairs.column_names)})."
         )
-    return _pairs_of_rows(splits[split]["translation"], data_args)
+    return _pairs_of_rows(pairs["translation"], data_args)
 
 
 def _pairs_of_rows(rows: Iterable[dict], data_args: ParallelTextArguments) -> dict[str, list[str]]:
@@ -178,22 +172,6 @@ def _pairs_of_rows(rows: Iterable[dict], data_args: ParallelTextArguments) -> di
                 )
             texts.append(found[language].strip())
     return pairs
-
-
-def train_tokenizer(pairs: dict[str, list[str]], vocab_size: int) -> PreTrainedTokenizerFast:
-    """One vocabulary for both languages, with T5's special tokens: texts end in `</s>`."""
-    texts = [text for side in pairs.values() for text in side]
-    tokenizer = train_byte_level_bpe(texts, vocab_size, [PAD, END, UNKNOWN], add_prefix_space=True)
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"$A {END}", special_tokens=[(END, tokenizer.token_to_id(END))]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def tokenize(
@@ -230,25 +208,6 @@ def tokenize(
         num_proc=data_args.preprocessing_num_workers,
         desc="Tokenizing",
     )
-
-
-def check_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ValueError where the decoder would not know how to begin or end."""
-    if tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
-        raise ValueError(
-            "The tokenizer must have a pad_token and an eos_token, for the decoder to begin and end "
-            f"with (got {tokenizer.pad_token!r} and {tokenizer.eos_token!r})."
-        )
-
-
-def token_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Fields of a model's config that follow from its tokenizer."""
-    return {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "decoder_start_token_id": tokenizer.pad_token_id,
-    }
 
 
 class BleuMetric:

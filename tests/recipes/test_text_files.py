@@ -1,13 +1,19 @@
-"""Files that the example scripts read."""
+"""Text and pairs of the files that the scripts read."""
 
 import csv
 import gzip
 import json
 
 import pytest
-from parallel_text import ParallelTextArguments, load_pairs
-from text_blocks import SplitTextArguments, TextFileArguments, load_lines, load_splits
-from text_training import ModelArguments
+
+from hf_moa.recipes.models import ModelArguments
+from hf_moa.recipes.parallel_text import ParallelTextArguments, load_pairs
+from hf_moa.recipes.text_blocks import (
+    SplitTextArguments,
+    TextFileArguments,
+    load_lines,
+    load_splits,
+)
 
 TEXTS = ["A gate, and\nanother.\n", 'It "opens".', "ä"]
 LINES = ["A gate, and\nanother.\n", 'It "opens".\n', "ä\n"]

@@ -1,4 +1,4 @@
-"""What a run of a `run_*_no_trainer.py` script leaves behind: log, results and model card; the push."""
+"""What a run of the loop leaves behind: log, results and model card; the push."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate_arguments import AccelerateArguments
-from accelerate_checkpoints import Progress
 from huggingface_hub import HfApi
 from transformers import PreTrainedConfig, SchedulerType
 
@@ -19,6 +17,9 @@ from hf_moa.model_card import DataUsed, TrainingFacts, checkpoint_card, read_car
 from hf_moa.model_card.facts import at_budget, hub_name, in_words, named_metrics, package_versions
 from hf_moa.model_card.trainer import base_model_of
 from hf_moa.modeling.core.configuration import GatingConfig
+
+from .arguments import AccelerateArguments
+from .checkpoints import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class RunResults:
     Attributes:
         args: the flags; results are written to their `output_dir`.
         config: of the model.
-        num_rows: that it was trained on.
+        num_sequences: that it was trained on.
         metrics: of the model; with budgets, at each.
         budget_rows: metrics and `compute_fraction` by `budget`, the largest first.
         mixed_precision: Accelerate's.
@@ -104,7 +105,7 @@ class RunResults:
     about: About
     config: PreTrainedConfig
     progress: Progress
-    num_rows: int
+    num_sequences: int
     metrics: Mapping[str, float]
     budget_rows: Sequence[Mapping[str, Any]]
     mixed_precision: str
@@ -161,7 +162,7 @@ class RunResults:
             use="training",
             dataset=dataset,
             config=about.dataset_config,
-            examples=self.num_rows,
+            examples=self.num_sequences,
         )
         card = checkpoint_card(
             self.folder,

@@ -1,4 +1,4 @@
-"""The flags of the `run_*_no_trainer.py` scripts, and the processes that they start.
+"""The flags of the scripts on Accelerate (`run_*_no_trainer.py`), and the processes that they start.
 
 Names and meanings are those of transformers' scripts of the same names. Of their flags, these are left
 out:
@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from gating_arguments import optional
-from text_training import check_counts
 from transformers import SchedulerType
 
 from hf_moa.training.arguments import GateTrainingArguments
 from hf_moa.training.checkpoints import discard_unfinished
+
+from ..command_line import check_counts, optional
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +42,14 @@ ADAM_BETA2 = 0.999
 class _RunArguments:
     output_dir: str = field(metadata={"help": "Folder for checkpoints, results and the final model."})
     per_device_train_batch_size: int = field(
-        default=8, metadata={"help": "Rows per process in a forward pass of training."}
+        default=8, metadata={"help": "Sequences per process in a forward pass of training."}
     )
     per_device_eval_batch_size: int = field(
-        default=8, metadata={"help": "Rows per process in a forward pass of evaluation."}
+        default=8, metadata={"help": "Sequences per process in a forward pass of evaluation."}
     )
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forward passes per update."})
     num_train_epochs: int = field(default=3, metadata={"help": "Epochs."})
-    max_train_steps: int | None = optional("Updates in all, in the place of num_train_epochs.")
+    max_train_steps: int | None = optional("Updates in all, instead of num_train_epochs.")
     learning_rate: float = field(default=5e-5, metadata={"help": "Largest learning rate."})
     optim: str = field(
         default="adamw",
@@ -77,8 +77,8 @@ class _RunArguments:
     train_sampling_strategy: str = field(
         default="random",
         metadata={
-            "help": "Order of the rows: random, or group_by_length, which puts rows of similar length "
-            "into a batch, for less padding of pairs and of single lines."
+            "help": "Order of the sequences: random, or group_by_length, which puts those of similar "
+            "length into a batch, for less padding of pairs and of single lines."
         },
     )
     logging_steps: int = field(default=50, metadata={"help": "Updates between two logs."})
@@ -86,7 +86,7 @@ class _RunArguments:
     checkpointing_steps: str | None = optional("Updates between two checkpoints, or 'epoch'.")
     checkpoints_total_limit: int | None = optional("Keep so many checkpoints, the latest.")
     resume_from_checkpoint: str | None = optional(
-        "Folder of a checkpoint, or 'latest' for the last one in output_dir (none: start anew)."
+        "Folder of a checkpoint, or 'latest' for the last one in output_dir (none: start from scratch)."
     )
     average_checkpoints: int = field(
         default=0, metadata={"help": "In the end, average the weights of so many last checkpoints."}
@@ -147,7 +147,7 @@ class AccelerateArguments(GateTrainingArguments, _RunArguments):
 
 
 def make_accelerator(args: AccelerateArguments) -> Accelerator:
-    """The processes of this run, seeded, with logs from the first one alone; and `output_dir` without
+    """The processes of this run, seeded, with logs only from the first one; and `output_dir` without
     what a killed run left unfinished there."""
     accelerator = Accelerator(
         cpu=args.use_cpu,

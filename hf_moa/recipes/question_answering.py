@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, List, Value
 from datasets import Features as DatasetFeatures
-from text_files import open_text
 from transformers import EvalPrediction, PreTrainedTokenizerBase
+
+from .files import open_text
 
 _QUESTIONS = DatasetFeatures(
     {

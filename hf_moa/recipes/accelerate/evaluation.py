@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 from accelerate import Accelerator
-from text_training import IGNORE_INDEX
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import default_data_collator
 
 from hf_moa.modeling.core.precision import in_float64
+from hf_moa.modeling.core.task_losses import IGNORE_INDEX
 
 
 def mean_over_labels(
@@ -33,7 +33,7 @@ def mean_over_labels(
         losses = nn.functional.cross_entropy(
             logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
         )
-        # shape: (B, 2), so that rows repeated for even batches are dropped
+        # shape: (B, 2), so that sequences repeated for even batches are dropped
         sums = torch.stack([in_float64(x).sum(1) for x in (losses, labels != IGNORE_INDEX)], dim=1)
         rows.append(accelerator.gather_for_metrics(sums).cpu())
     total, count = torch.cat(rows).sum(dim=0).tolist()

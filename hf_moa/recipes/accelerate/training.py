@@ -1,4 +1,4 @@
-"""The training loop of the `run_*_no_trainer.py` scripts: Accelerate, and how gates are trained.
+"""The training loop of the scripts on Accelerate (`run_*_no_trainer.py`), with how gates are trained.
 
 A script brings a model, a data set and a function that evaluates; the loop brings the optimiser, block
 coordinate descent, CCT's noise, logs, checkpoints and their exact resumption, on any number of
@@ -20,19 +20,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate_arguments import AccelerateArguments
-from accelerate_checkpoints import (
-    Progress,
-    average_checkpoints,
-    check_averaging,
-    checkpoint_to_resume,
-    find_checkpoints,
-    progress_of,
-)
-from accelerate_optimizers import make_optimizer
-from accelerate_results import About, RunResults, TrainingLog
-from accelerate_sampling import EpochsGroupedByLength
-from text_training import IGNORE_INDEX
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -41,6 +28,7 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 from hf_moa.model_card.facts import at_budget
 from hf_moa.modeling.core.gated_model import GatedModel
 from hf_moa.modeling.core.precision import on_device
+from hf_moa.modeling.core.task_losses import IGNORE_INDEX
 from hf_moa.training import (
     NonFiniteGradientError,
     TrainingDivergedError,
@@ -70,6 +58,19 @@ from hf_moa.training.random_states import kept_random_states
 from hf_moa.training.schedules import set_cct_noise
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
 
+from .arguments import AccelerateArguments
+from .checkpoints import (
+    Progress,
+    average_checkpoints,
+    check_averaging,
+    checkpoint_to_resume,
+    find_checkpoints,
+    progress_of,
+)
+from .optimizers import make_optimizer
+from .results import About, RunResults, TrainingLog
+from .sampling import EpochsGroupedByLength
+
 logger = logging.getLogger(__name__)
 
 
@@ -80,11 +81,11 @@ class GatedTraining:
         accelerator: of `make_accelerator`.
         args: the flags.
         model: the model, in training or not.
-        train_dataset: rows of a causal or masked language model, or of pairs. One with a `set_epoch`
-            is told the epoch, so that what it draws depends on that alone.
-        collate: rows -> batch, with `labels`.
+        train_dataset: sequences of a causal or masked language model, or pairs. One with a `set_epoch`
+            is told the epoch, so that what it draws depends only on that.
+        collate: makes a batch of sequences, with `labels`.
         evaluate: model -> metrics, with its process's part of the work; called on all together.
-        lengths: tokens of each row, where rows have several lengths and are padded.
+        lengths: tokens of each sequence, where they have several lengths and are padded.
         about: the model, for its card.
     """
 
@@ -127,7 +128,7 @@ class GatedTraining:
             shuffle=sampler is None,
             sampler=sampler,
             collate_fn=collate,
-            generator=torch.Generator().manual_seed(args.seed),  # leaves the model's draws alone
+            generator=torch.Generator().manual_seed(args.seed),  # does not touch the model's draws
         )
         optimizer = make_optimizer(
             args, model, accelerator, gates=self.mae_training not in ("bcd", "expert")
@@ -159,16 +160,16 @@ class GatedTraining:
             accelerator.init_trackers("hf_moa", _plain(config))
 
     def _sampler(self, lengths: list[int] | None) -> EpochsGroupedByLength | None:
-        """The order of the rows; None: Accelerate's random one."""
+        """The order of the sequences; None: Accelerate's random one."""
         if self.args.train_sampling_strategy == "random":
             return None
         if lengths is None:
             raise ValueError(
-                f"`train_sampling_strategy` {self.args.train_sampling_strategy} needs rows of several "
-                "lengths (got rows of one length, packed or padded). Leave it at 'random'."
+                f"`train_sampling_strategy` {self.args.train_sampling_strategy} needs sequences "
+                "of several lengths (got one length, packed or padded). Leave it at 'random'."
             )
-        rows = math.prod(self.progress.rows_per_update)
-        return EpochsGroupedByLength(lengths, rows, self.args.seed)
+        per_update = math.prod(self.progress.rows_per_update)
+        return EpochsGroupedByLength(lengths, per_update, self.args.seed)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -177,9 +178,9 @@ class GatedTraining:
         self._resume()
         args, progress = self.args, self.progress
         logger.info(
-            f"{len(self.train_dataset):,} rows, {self.num_epochs} epochs, {self.max_steps:,} updates of "
-            f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} x "
-            f"{self.accelerator.num_processes} rows."
+            f"{len(self.train_dataset):,} sequences, {self.num_epochs} epochs, {self.max_steps:,} "
+            f"updates of {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} x "
+            f"{self.accelerator.num_processes} sequences."
         )
         bar = tqdm(
             total=self.max_steps,
@@ -472,7 +473,7 @@ class GatedTraining:
                 about=self.about,
                 config=self.gated.config,
                 progress=self.progress,
-                num_rows=len(self.train_dataset),
+                num_sequences=len(self.train_dataset),
                 metrics=metrics,
                 budget_rows=self.budget_rows,
                 mixed_precision=self.accelerator.mixed_precision,

@@ -1,4 +1,4 @@
-"""Checkpoints of the `run_*_no_trainer.py` scripts: where they are, where runs go on, their average."""
+"""Checkpoints of the loop: where they are, where runs go on, their average."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 from accelerate import DistributedType
-from accelerate_arguments import AccelerateArguments
 from safetensors.torch import load_file
 from torch import nn
+
+from .arguments import AccelerateArguments
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +34,10 @@ class Progress:
 
 
 def checkpoint_to_resume(args: AccelerateArguments) -> Path | None:
-    """The checkpoint that the flags name; None to start anew.
+    """The checkpoint that the flags name; None to start from scratch.
 
     Raises:
-        ValueError: there is none; or it is to start anew, where checkpoints of another run are.
+        ValueError: there is none; or it is to start from scratch, where checkpoints of another run are.
     """
     found = find_checkpoints(Path(args.output_dir))
     if args.resume_from_checkpoint is None:

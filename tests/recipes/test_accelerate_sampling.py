@@ -1,10 +1,12 @@
-"""The order of the rows, where those of similar length come together."""
+"""The order of the sequences, where those of similar length come together."""
 
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from accelerate_sampling import EpochsGroupedByLength
+from accelerate_state import fresh_accelerator  # noqa: F401 - fixture
 from torch.utils.data import DataLoader
+
+from hf_moa.recipes.accelerate.sampling import EpochsGroupedByLength
 
 
 def mean_padding(order, lengths, rows):
@@ -12,7 +14,7 @@ def mean_padding(order, lengths, rows):
     return sum(max(batch) * len(batch) - sum(batch) for batch in batches) / len(order)
 
 
-def test_rows_grouped_by_length_are_in_an_order_of_seed_and_epoch():
+def test_sequences_grouped_by_length_are_in_an_order_of_seed_and_epoch():
     lengths = torch.randint(1, 50, (400,), generator=torch.Generator().manual_seed(0)).tolist()
     sampler = EpochsGroupedByLength(lengths, 16, seed=1)
     first = list(sampler)
@@ -26,7 +28,7 @@ def test_rows_grouped_by_length_are_in_an_order_of_seed_and_epoch():
     assert mean_padding(first, lengths, 8) < 0.3 * mean_padding(range(400), lengths, 8)
 
 
-def test_processes_share_the_order_of_rows_grouped_by_length(fresh_accelerator):
+def test_processes_share_the_order_of_sequences_grouped_by_length(fresh_accelerator):  # noqa: F811
     """And one that is resumed in the middle of an epoch."""
     rows = list(range(40))
 

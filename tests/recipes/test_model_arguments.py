@@ -1,11 +1,11 @@
 """Which model the flags of the scripts name."""
 
 import pytest
-from gating_arguments import GatingArguments
-from text_training import ModelArguments, load_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_moa import MoaGPT2Config
+from hf_moa.recipes.gating import GatingArguments
+from hf_moa.recipes.models import ModelArguments, load_model
 
 SIZES = {"n_layer": 1, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 40}
 TOKENS = {"vocab_size": 23, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

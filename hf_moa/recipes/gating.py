@@ -1,21 +1,20 @@
-"""What the example scripts share about gates: their flags, conversion and budgets."""
+"""How a script gates its model: the flags, and the conversion of a checkpoint."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 import hf_moa
-from hf_moa.training import evaluate_budgets, format_budget_table
+
+from .command_line import optional
 
 
-def optional(help_text: str):
-    return field(default=None, metadata={"help": help_text})
-
-
-def _configured(help_text: str):
+def _configured(help_text: str) -> Any:
     """A flag for a field that a configuration has a value for."""
     return optional(f"{help_text} None: as the configuration has it.")
 
@@ -30,7 +29,7 @@ class GatingArguments:
             "help": "none: take a checkpoint as it is (an ungated baseline, or a model that was "
             "converted before); from scratch, the same as mha. Otherwise gate a new model, or convert "
             "a checkpoint with hf_moa.upcycle; mha adds no gates to the attention, for CCT or a "
-            "mixture of feed-forward experts alone.",
+            "mixture of feed-forward experts only.",
             "choices": ["none", "mha", "mae", "moa"],
         },
     )
@@ -121,15 +120,3 @@ def check_budgets(gating_args: GatingArguments, model: PreTrainedModel) -> None:
             "`eval_budgets` needs a model with CCT gates: give `cct_budgets`, or start from a "
             f"checkpoint that has them (got {model.config.name_or_path or 'a new model'} without)."
         )
-
-
-def evaluate_at_budgets(trainer: Trainer, eval_sets: dict) -> None:
-    first = None
-    for name, dataset in eval_sets.items():
-        rows = evaluate_budgets(trainer, dataset)
-        first = first or rows
-        if trainer.is_world_process_zero():
-            print(f"\n{name}, {len(dataset)} examples\n\n{format_budget_table(rows)}\n")
-            path = Path(trainer.args.output_dir, f"budget_results_{name}.json")
-            path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    trainer.budget_rows = first  # the set whose size the model's card has

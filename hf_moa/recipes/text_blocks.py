@@ -1,4 +1,4 @@
-"""Text files for language models: what the scripts read, and how it is packed into blocks."""
+"""Text for language models, of files or the Hub: its flags, and how it is packed into blocks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 import datasets
 import numpy as np
 import torch
-from gating_arguments import optional
-from text_files import is_table, read_lines, read_rows, text_column
-from text_training import IGNORE_INDEX, ModelArguments, check_counts, train_byte_level_bpe
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-END_OF_TEXT = "<|endoftext|>"
+from hf_moa.modeling.core.task_losses import IGNORE_INDEX
+
+from .command_line import check_counts, optional
+from .files import is_table, read_lines, read_rows, text_column
+from .models import ModelArguments
 
 
 @dataclass
@@ -157,35 +158,22 @@ def load_lines(model_args: ModelArguments, data_args: TextFileArguments, split: 
         if is_table(path):
             return _with_ends(text_column(read_rows(path, flag), flag))
         return read_lines(path, flag)
-    raw_datasets = _load_dataset(model_args, data_args)
-    if split not in raw_datasets:
-        raise ValueError(
-            f"`dataset_name` must have the split {split!r} (got {', '.join(raw_datasets)})."
-        )
-    columns = raw_datasets[split].column_names
-    return _with_ends(raw_datasets[split]["text" if "text" in columns else columns[0]])
+    texts = model_args.load_dataset(data_args.dataset_name, data_args.dataset_config_name, split=split)
+    return _with_ends(texts["text" if "text" in texts.column_names else texts.column_names[0]])
 
 
 def _with_ends(texts: Iterable[str]) -> list[str]:
     return [text if text.endswith("\n") else text + "\n" for text in texts]
 
 
-def _load_dataset(model_args: ModelArguments, data_args: TextFileArguments) -> datasets.DatasetDict:
-    return datasets.load_dataset(
-        data_args.dataset_name,
-        data_args.dataset_config_name,
-        cache_dir=model_args.cache_dir,
-        token=model_args.token,
-    )
-
-
 def load_splits(model_args: ModelArguments, data_args: SplitTextArguments) -> dict[str, list[str]]:
-    """The training text and the validation text, or a part of the training text in its place."""
+    """The training text and the validation text, or a part of the training text instead."""
     lines = load_lines(model_args, data_args, "train")
     if data_args.dataset_name is None:
         has_validation = data_args.validation_file is not None
     else:
-        has_validation = "validation" in _load_dataset(model_args, data_args)
+        name, config = data_args.dataset_name, data_args.dataset_config_name
+        has_validation = "validation" in model_args.load_dataset(name, config)
     if has_validation:
         return {"train": lines, "validation": load_lines(model_args, data_args, "validation")}
     percentage = data_args.validation_split_percentage
@@ -198,26 +186,6 @@ def load_splits(model_args: ModelArguments, data_args: SplitTextArguments) -> di
             f"{percentage} of {len(lines)} lines). Give `validation_file`, or 0 to not evaluate."
         )
     return {"train": lines[cut:], "validation": lines[:cut]}
-
-
-def train_tokenizer(lines: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=train_byte_level_bpe(lines, vocab_size, [END_OF_TEXT], add_prefix_space=False),
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def token_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Fields of a model's config that follow from its tokenizer."""
-    return {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
 
 
 def check_block_size(block_size: int | None, model: PreTrainedModel) -> int:

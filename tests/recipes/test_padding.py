@@ -1,10 +1,10 @@
 """What texts are padded with: the same token for tokenizer and model."""
 
 import pytest
-from text_training import set_padding, train_byte_level_bpe
 from transformers import PreTrainedTokenizerFast
 
 from hf_moa import MoaGPT2Config, MoaGPT2ForSequenceClassification
+from hf_moa.recipes.tokenizers import set_padding, train_byte_level_bpe
 
 ENTRIES = ["<end>", "<pad>", "<other>"]
 
