@@ -60,6 +60,7 @@ from hf_moa.recipes.trainer_runs import (
     finish,
     set_up_logging,
     train,
+    write_metrics,
 )
 from hf_moa.training import MoaTrainer, MoaTrainingArguments
 
@@ -126,8 +127,7 @@ def evaluate(trainer: Trainer, blocks: TextBlocks, max_samples: int | None, pref
         metrics[f"{prefix}_words"] = blocks.num_words
         metrics[f"{prefix}_lines"] = blocks.num_lines
         metrics[f"{prefix}_word_perplexity"] = math.exp(total_loss / blocks.num_words)
-    trainer.log_metrics(prefix, metrics)
-    trainer.save_metrics(prefix, metrics)
+    write_metrics(trainer, prefix, metrics)
 
 
 def first_samples(blocks: TextBlocks, max_samples: int | None) -> Dataset:

@@ -85,12 +85,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         blocks["train"],
         default_data_collator,
         evaluate,
-        about=About(
-            task="text-generation",
-            start=model_args.model_name_or_path,
-            dataset=data_args.dataset_name,
-            dataset_config=data_args.dataset_config_name,
-        ),
+        about=About.of("text-generation", model_args, data_args),
     )
     return training.train()
 

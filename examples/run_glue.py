@@ -56,6 +56,7 @@ from hf_moa.recipes.trainer_runs import (
     finish,
     set_up_logging,
     train,
+    write_metrics,
 )
 from hf_moa.training import (
     GLUE_TASKS,
@@ -91,7 +92,7 @@ class DataTrainingArguments:
     )
     skip_malformed_rows: bool = field(
         default=False,
-        metadata={"help": "With --data_dir, leave out malformed rows instead of stopping."},
+        metadata={"help": "With --data_dir, leave out malformed lines instead of stopping."},
     )
     max_seq_length: int = field(
         default=128, metadata={"help": "Longer texts are cut off at this number of tokens."}
@@ -236,8 +237,7 @@ def evaluate(trainer: Trainer, eval_sets: dict) -> None:
             own = [key for key in found if key.startswith("eval_mm_")]
             found = {f"eval_{key.removeprefix('eval_mm_')}_mm": found[key] for key in own}
         metrics.update(found)
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
+    write_metrics(trainer, "eval", metrics)
 
 
 def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:

@@ -219,12 +219,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         collate,
         evaluate,
         lengths=sets["train"].lengths if has_lengths else None,
-        about=About(
-            task="fill-mask",
-            start=model_args.model_name_or_path,
-            dataset=data_args.dataset_name,
-            dataset_config=data_args.dataset_config_name,
-        ),
+        about=About.of("fill-mask", model_args, data_args),
     )
     return training.train()
 

@@ -50,6 +50,7 @@ from hf_moa.recipes.trainer_runs import (
     finish,
     set_up_logging,
     train,
+    write_metrics,
 )
 from hf_moa.training import MoaTrainer, MoaTrainingArguments
 
@@ -150,8 +151,7 @@ def predict(trainer: MoaTrainer, features: Features, metric: AnswerMetric) -> No
     prediction = trainer.predict(features.dataset, metric_key_prefix="predict")
     trainer.log(prediction.metrics)  # from where the model's card takes them
     metrics = {**prediction.metrics, "predict_samples": len(features.questions)}
-    trainer.log_metrics("predict", metrics)
-    trainer.save_metrics("predict", metrics)
+    write_metrics(trainer, "predict", metrics)
     if trainer.is_world_process_zero():
         answers = metric.answers(*prediction.predictions[:2])
         found = dict(zip(features.questions["id"], answers, strict=True))
@@ -237,8 +237,7 @@ def main(args: list[str] | None = None) -> None:
     trainer.args.train_sampling_strategy = "random"
     if training_args.do_eval:
         metrics = {**trainer.evaluate(), "eval_samples": len(validation.questions)}
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+        write_metrics(trainer, "eval", metrics)
     if gating_args.eval_budgets:
         evaluate_at_budgets(trainer, {"squad": validation.dataset})
     if test is not None:

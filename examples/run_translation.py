@@ -60,6 +60,7 @@ from hf_moa.recipes.trainer_runs import (
     finish,
     set_up_logging,
     train,
+    write_metrics,
 )
 from hf_moa.training import MoaSeq2SeqTrainer, MoaSeq2SeqTrainingArguments
 
@@ -85,8 +86,7 @@ class DataTrainingArguments(ParallelTextArguments):
 def write_results(trainer: MoaSeq2SeqTrainer, metrics: dict, prefix: str, bleu: BleuMetric) -> None:
     if f"{prefix}_bleu" in metrics:
         metrics[f"{prefix}_bleu_signature"] = bleu.signature
-    trainer.log_metrics(prefix, metrics)
-    trainer.save_metrics(prefix, metrics)
+    write_metrics(trainer, prefix, metrics)
 
 
 def predict(trainer: MoaSeq2SeqTrainer, dataset: Dataset) -> None:

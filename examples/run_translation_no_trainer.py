@@ -140,12 +140,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         collate,
         evaluate,
         lengths=None if data_args.pad_to_max_length else list(sets["train"]["num_tokens"]),
-        about=About(
-            task="translation",
-            start=model_args.model_name_or_path,
-            dataset=data_args.dataset_name,
-            dataset_config=data_args.dataset_config_name,
-        ),
+        about=About.of("translation", model_args, data_args),
     )
     return training.train()
 

@@ -47,7 +47,7 @@ def read_text(
         columns: role -> the source's column, where their names differ.
         target_file: a text file beside a text file: line by line the decoder's side.
         subset, split: of a dataset of the Hub.
-        limit: the first so many rows; None for all.
+        limit: the first so many examples; None for all.
 
     Raises:
         ValueError: no such file or column, files of unequal length, no text.
@@ -75,7 +75,7 @@ def read_text(
             )
         data = data.add_column("target", targets["text"])
     data = data if limit is None else data.select(range(min(limit, len(data))))
-    written = [row for row, text in enumerate(data["text"]) if text is not None and str(text).strip()]
+    written = [i for i, text in enumerate(data["text"]) if text is not None and str(text).strip()]
     if not written:
         raise ValueError(f"{source} must hold text (got {len(data)} rows without any).")
     return data if len(written) == len(data) else data.select(written)
@@ -109,9 +109,8 @@ class TextBatches:
         with_labels: add labels: tokens for causal models, masked tokens for masked ones (whose inputs
             are masked then), the `label` for classifiers. Encoder-decoder models always have their
             `target`.
-        batch_size: rows of a batch.
-        max_length: tokens of a row, longer ones are cut; default: the model's positions, at most 512.
-        seed: of the masks.
+        batch_size: sequences of a batch. max_length: tokens of a sequence, longer ones are cut; default:
+        the model's positions, at most 512. seed: of the masks.
 
     Raises:
         ValueError: encoder-decoder models: data without `target`; classifiers with labels: data without
@@ -142,7 +141,7 @@ class TextBatches:
         self.label_ids = getattr(model.config, "label2id", None) or {}
         if self.kind == "AutoModelForMultipleChoice":
             raise ValueError(
-                f"{type(model).__name__} takes several texts a row, which text data has not."
+                f"{type(model).__name__} takes several texts an example, which text data has not."
             )
         self.has_target = model.config.is_encoder_decoder and self.kind in _WITH_TARGET
         if self.has_target and "target" not in data.column_names:
@@ -171,18 +170,18 @@ class TextBatches:
         if self.with_labels and self.kind == "AutoModelForMaskedLM":
             mask = DataCollatorForLanguageModeling(self.tokenizer, seed=self.seed)
         for start in range(0, len(self.data), self.batch_size):
-            rows = self.data[start : start + self.batch_size]
-            sides = [_as_text(rows, role) for role in ("text", "pair") if role in rows]
+            examples = self.data[start : start + self.batch_size]
+            sides = [_as_text(examples, role) for role in ("text", "pair") if role in examples]
             batch = dict(self._encode(*sides))
             if self.has_target:
-                target = self._encode(text_target=_as_text(rows, "target"))
+                target = self._encode(text_target=_as_text(examples, "target"))
                 batch["labels"] = self._ignoring_padding(target)
             elif self.with_labels and mask is not None:
                 batch |= self._masked(mask, batch)
             elif self.with_labels and self.kind == "AutoModelForCausalLM":
                 batch["labels"] = self._ignoring_padding(batch)
             elif self.with_labels:
-                batch["labels"] = self._labels(rows["label"])
+                batch["labels"] = self._labels(examples["label"])
             yield batch
 
     def _encode(self, *sides: list[str], **options: Any) -> Any:
@@ -226,8 +225,8 @@ class TextBatches:
         return torch.tensor(labels, dtype=torch.float if is_regression else None)
 
 
-def _as_text(rows: dict[str, list], role: str) -> list[str]:
-    for text, value in zip(rows["text"], rows[role], strict=True):
+def _as_text(examples: dict[str, list], role: str) -> list[str]:
+    for text, value in zip(examples["text"], examples[role], strict=True):
         if value is None:
             raise ValueError(f"every text must have a {role} beside it (got none beside {text!r}).")
-    return list(map(str, rows[role]))
+    return list(map(str, examples[role]))

@@ -186,5 +186,5 @@ def test_every_text_has_what_others_have_beside_them(name, role, tmp_path):
 
 
 def test_multiple_choice_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="several texts a row"):
+    with pytest.raises(ValueError, match="several texts an example"):
         batches("BertForMultipleChoice", TEXTS, tmp_path, with_labels=False)

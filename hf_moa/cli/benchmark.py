@@ -20,7 +20,10 @@ def add(commands: Any) -> None:
     add_data_arguments(parser, use="CCT's compute depends on it (default: random tokens)")
     parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s")
     parser.add_argument(
-        "--length", type=int, default=128, help="tokens of a row, cut off beyond (default: %(default)s)"
+        "--length",
+        type=int,
+        default=128,
+        help="tokens of a sequence, cut off beyond (default: %(default)s)",
     )
     parser.add_argument(
         "--budgets", nargs="+", type=budget, metavar="BUDGET", help="of CCT (default: all)"

@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace a card; sections of your own and metadata that is not known anew stay",
+        help="replace a card; sections of your own and metadata that is not found again stay",
     )
     parser.add_argument("--json", action="store_true", help="print what the card says as JSON")
     load = parser.add_argument_group(
@@ -128,7 +128,7 @@ def _expert_load(args: argparse.Namespace) -> dict[str, Any]:
         sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
         tokenizer = tokenizer_for(model, args.checkpoint)
     batches = TextBatches(data, tokenizer, gated, with_labels=False, **sizes)
-    # at the largest budget alone: the others are not asked for
+    # only at the largest budget: the others are not asked for
     tables = analyze(model, batches, budgets=config.listed_budgets[:1] or None).tables
     load = expert_load_in(tables, is_encoder_decoder=config.is_encoder_decoder)
     return {"expert_load": load, "expert_load_of": f"{len(data):,} texts of {Path(args.data).name}"}

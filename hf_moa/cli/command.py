@@ -112,7 +112,7 @@ def _load_adapter(source: str, path: Path) -> Any:
     weights = _file_of(source, "adapter_model.safetensors")
     labels = None if weights is None else saved_num_labels(weights.parent)
     options = {} if labels is None else {"num_labels": labels}
-    # as `base_beside` has it of a folder; on the Hub there are files alone
+    # as `base_beside` has it of a folder; on the Hub there are only files
     if names_base_folder(base) and _file_of(source, f"{BASE_FOLDER}/config.json"):
         base, options["subfolder"] = source, BASE_FOLDER
     model = _load_model(base, lambda config: base_class_of(facts, config), **options)

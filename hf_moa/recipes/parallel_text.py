@@ -243,9 +243,9 @@ class BleuMetric:
 
     def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
         translations = self.decode(prediction.predictions)
-        rows = zip(prediction.inputs, prediction.label_ids, strict=True)
+        pairs = zip(prediction.inputs, prediction.label_ids, strict=True)
         turns = {key: cycle(targets) for key, targets in self.references.items()}
-        references = [next(turns[self._key(*row)]) for row in rows]
+        references = [next(turns[self._key(*pair)]) for pair in pairs]
         return {"bleu": self.bleu.corpus_score(translations, [references]).score}
 
     @property

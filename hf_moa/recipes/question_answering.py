@@ -40,7 +40,7 @@ def read_squad(path: str, flag: str, *, need_answers: bool = True) -> Dataset:
     with open_text(path, flag, "file of questions") as file:
         try:
             articles = json.load(file)["data"]
-            rows = [
+            questions = [
                 {
                     "id": question["id"],
                     "question": question["question"].strip(),
@@ -58,13 +58,13 @@ def read_squad(path: str, flag: str, *, need_answers: bool = True) -> Dataset:
             raise ValueError(
                 f"`{flag}` must have SQuAD's form, data / paragraphs / qas (got {path}: {error!r})."
             ) from error
-    unanswered = sum(not row["answers"]["text"] for row in rows)
-    if not rows or (need_answers and unanswered):
+    unanswered = sum(not question["answers"]["text"] for question in questions)
+    if not questions or (need_answers and unanswered):
         raise ValueError(
             f"`{flag}` must hold questions{' that have answers' if need_answers else ''} (got "
-            f"{len(rows)} questions in {path}, {unanswered} without answers)."
+            f"{len(questions)} questions in {path}, {unanswered} without answers)."
         )
-    return Dataset.from_list(rows, features=_QUESTIONS)
+    return Dataset.from_list(questions, features=_QUESTIONS)
 
 
 def _answers(question: Mapping[str, Any], need_answers: bool) -> list[Mapping[str, Any]]:
@@ -126,14 +126,14 @@ class Features:
         self.question: list[int] = []
         self.offsets: list[np.ndarray] = []
 
-        def to_windows(rows: dict[str, list], indices: list[int]) -> dict[str, list]:
-            asked = [question.lstrip() for question in rows["question"]]
+        def to_windows(examples: dict[str, list], indices: list[int]) -> dict[str, list]:
+            asked = [question.lstrip() for question in examples["question"]]
             if with_answers:
-                _check_answers(rows["answers"])
+                _check_answers(examples["answers"])
             _check_lengths(asked, tokenizer, max_length - stride)
             encoded = tokenizer(
                 asked,
-                rows["context"],
+                examples["context"],
                 truncation="only_second",
                 max_length=max_length,
                 stride=stride,
@@ -141,7 +141,7 @@ class Features:
                 return_offsets_mapping=True,
                 padding="max_length" if pad_to_max_length else False,
             )
-            rows_of = encoded.pop("overflow_to_sample_mapping")
+            example_of = encoded.pop("overflow_to_sample_mapping")
             offsets = [
                 np.array(
                     [
@@ -152,13 +152,13 @@ class Features:
                 )
                 for i, spans in enumerate(encoded.pop("offset_mapping"))
             ]
-            self.question += [indices[row] for row in rows_of]
+            self.question += [indices[example] for example in example_of]
             self.offsets += offsets if keep_places else []
             if not with_answers:
                 return dict(encoded)
             places = [
-                answer_place(offset, rows["answers"][row])
-                for offset, row in zip(offsets, rows_of, strict=True)
+                answer_place(offset, examples["answers"][example])
+                for offset, example in zip(offsets, example_of, strict=True)
             ]
             starts, ends = zip(*places, strict=True)
             return {**encoded, "start_positions": list(starts), "end_positions": list(ends)}
@@ -205,7 +205,7 @@ def answer_place(offsets: np.ndarray, answers: Mapping[str, list]) -> tuple[int,
     starts, ends = offsets.T
     context = starts >= 0
     inside = np.flatnonzero(context & (starts < last) & (ends > first))
-    # within the window, a character may have no token: tokenizers strip accents that stand alone
+    # within the window, a character may have no token: tokenizers strip accents without a letter
     if not len(inside) or first < starts[context].min() or last > ends[context].max():
         return 0, 0
     return int(inside[0]), int(inside[-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -128,25 +127,17 @@ def encode(
     def encode_batch(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         return {"ids": tokenizer(batch["line"], verbose=False, **options)["input_ids"]}
 
-    ids, lengths = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    if workers is None:
-        for i in range(0, len(lines), 1000):
-            found = encode_batch({"line": lines[i : i + 1000]})["ids"]
-            ids.append(np.fromiter(itertools.chain.from_iterable(found), dtype=np.int64))
-            lengths.append(np.fromiter(map(len, found), dtype=np.int64))
-    else:
-        encoded = datasets.Dataset.from_dict({"line": lines}).map(
-            encode_batch,
-            batched=True,
-            remove_columns="line",
-            features=datasets.Features({"ids": datasets.List(datasets.Value("int64"))}),
-            num_proc=workers,
-            desc="Tokenizing",
-        )
-        for chunk in encoded.with_format("arrow")[:]["ids"].chunks:
-            ids.append(chunk.flatten().to_numpy())
-            lengths.append(chunk.value_lengths().to_numpy())
-    return np.concatenate(ids), np.concatenate(lengths)
+    encoded = datasets.Dataset.from_dict({"line": lines}).map(
+        encode_batch,
+        batched=True,
+        remove_columns="line",
+        features=datasets.Features({"ids": datasets.List(datasets.Value("int64"))}),
+        num_proc=workers,
+        desc="Tokenizing",
+    )
+    chunks = encoded.with_format("arrow")[:]["ids"].chunks
+    parts = [chunk.flatten() for chunk in chunks], [chunk.value_lengths() for chunk in chunks]
+    return tuple(np.concatenate([np.empty(0, dtype=np.int64), *each]) for each in parts)
 
 
 def load_lines(model_args: ModelArguments, data_args: TextFileArguments, split: str) -> list[str]:

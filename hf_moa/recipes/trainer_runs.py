@@ -59,9 +59,14 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
         "trainable_parameters": trainer.get_num_trainable_parameters(),
     }
     trainer.save_model()
-    trainer.log_metrics("train", metrics)
-    trainer.save_metrics("train", metrics)
+    write_metrics(trainer, "train", metrics)
     trainer.save_state()
+
+
+def write_metrics(trainer: Trainer, name: str, metrics: dict[str, Any]) -> None:
+    """Print metrics, and write them to `<name>_results.json` and `all_results.json`."""
+    trainer.log_metrics(name, metrics)
+    trainer.save_metrics(name, metrics)
 
 
 def evaluate_at_budgets(trainer: Trainer, eval_sets: dict) -> None:

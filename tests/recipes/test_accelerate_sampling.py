@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 from hf_moa.recipes.accelerate.sampling import EpochsGroupedByLength
 
 
-def mean_padding(order, lengths, rows):
-    batches = [[lengths[i] for i in order[start : start + rows]] for start in range(0, len(order), rows)]
+def mean_padding(order, lengths, size):
+    batches = [[lengths[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
     return sum(max(batch) * len(batch) - sum(batch) for batch in batches) / len(order)
 
 
@@ -30,11 +30,11 @@ def test_sequences_grouped_by_length_are_in_an_order_of_seed_and_epoch():
 
 def test_processes_share_the_order_of_sequences_grouped_by_length(fresh_accelerator):  # noqa: F811
     """And one that is resumed in the middle of an epoch."""
-    rows = list(range(40))
+    examples = list(range(40))
 
     def batches(process_index=0, num_processes=1, skipped=0):
-        sampler = EpochsGroupedByLength([row % 7 for row in rows], 8, seed=0)
-        loader = DataLoader(rows, batch_size=8 // num_processes, sampler=sampler)
+        sampler = EpochsGroupedByLength([example % 7 for example in examples], 8, seed=0)
+        loader = DataLoader(examples, batch_size=8 // num_processes, sampler=sampler)
         loader = prepare_data_loader(loader, None, num_processes, process_index)
         loader.set_epoch(3)
         loader = skip_first_batches(loader, skipped) if skipped else loader

@@ -20,7 +20,7 @@ def mean_over_labels(
 ) -> dict[str, float]:
     """The mean cross-entropy over the labels of all processes' batches, `eval_loss`, and their number,
     `eval_tokens`; of a model with CCT also its `compute_fraction`, the mean over sequences."""
-    rows, fractions = [], []
+    sums, fractions = [], []
     for batch in loader:
         with torch.no_grad():
             outputs = model(**batch)
@@ -34,9 +34,9 @@ def mean_over_labels(
             logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
         )
         # shape: (B, 2), so that sequences repeated for even batches are dropped
-        sums = torch.stack([in_float64(x).sum(1) for x in (losses, labels != IGNORE_INDEX)], dim=1)
-        rows.append(accelerator.gather_for_metrics(sums).cpu())
-    total, count = torch.cat(rows).sum(dim=0).tolist()
+        both = torch.stack([in_float64(x).sum(1) for x in (losses, labels != IGNORE_INDEX)], dim=1)
+        sums.append(accelerator.gather_for_metrics(both).cpu())
+    total, count = torch.cat(sums).sum(dim=0).tolist()
     if not count:
         raise ValueError("The validation data must have labels (got none to predict).")
     found = {"eval_loss": total / count, "eval_tokens": int(count)}

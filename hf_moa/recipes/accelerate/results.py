@@ -18,6 +18,7 @@ from hf_moa.model_card.facts import at_budget, hub_name, in_words, named_metrics
 from hf_moa.model_card.trainer import base_model_of
 from hf_moa.modeling.core.configuration import GatingConfig
 
+from ..models import ModelArguments
 from .arguments import AccelerateArguments
 from .checkpoints import Progress
 
@@ -40,6 +41,16 @@ class About:
     start: str | None = None
     dataset: str | None = None
     dataset_config: str | None = None
+
+    @classmethod
+    def of(cls, task: str, model_args: ModelArguments, data_args: Any) -> About:
+        """What the flags say of it."""
+        return cls(
+            task=task,
+            start=model_args.model_name_or_path,
+            dataset=data_args.dataset_name,
+            dataset_config=data_args.dataset_config_name,
+        )
 
 
 class TrainingLog:
@@ -72,7 +83,7 @@ class TrainingLog:
         self.path.unlink(missing_ok=True)
 
     def history(self, budget: Any = None) -> tuple[dict[str, Any], ...]:
-        """A row for each evaluation on the way, behind the training loss of the last log; of a model
+        """A table row for each evaluation on the way, with the training loss of the last log; of a model
         with budgets at one of them."""
         if not self.path.is_file():
             return ()
