@@ -109,8 +109,9 @@ class TextBatches:
         with_labels: add labels: tokens for causal models, masked tokens for masked ones (whose inputs
             are masked then), the `label` for classifiers. Encoder-decoder models always have their
             `target`.
-        batch_size: sequences of a batch. max_length: tokens of a sequence, longer ones are cut; default:
-        the model's positions, at most 512. seed: of the masks.
+        batch_size: sequences of a batch.
+        max_length: tokens of a sequence, cut off beyond; default: the model's positions, at most 512.
+        seed: of the masks.
 
     Raises:
         ValueError: encoder-decoder models: data without `target`; classifiers with labels: data without

@@ -127,6 +127,8 @@ def encode(
     def encode_batch(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         return {"ids": tokenizer(batch["line"], verbose=False, **options)["input_ids"]}
 
+    if not lines:  # `map` would make no column
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     encoded = datasets.Dataset.from_dict({"line": lines}).map(
         encode_batch,
         batched=True,
@@ -137,7 +139,7 @@ def encode(
     )
     chunks = encoded.with_format("arrow")[:]["ids"].chunks
     parts = [chunk.flatten() for chunk in chunks], [chunk.value_lengths() for chunk in chunks]
-    return tuple(np.concatenate([np.empty(0, dtype=np.int64), *each]) for each in parts)
+    return tuple(np.concatenate(each, dtype=np.int64) for each in parts)
 
 
 def load_lines(model_args: ModelArguments, data_args: TextFileArguments, split: str) -> list[str]:

@@ -121,6 +121,11 @@ def test_lines_of_similar_length_come_together(arguments, caught):
     assert padding[1] < padding[0]
 
 
+def test_no_lines_are_no_tokens():
+    ids, lengths = encode([], None)
+    assert (ids.tolist(), lengths.tolist()) == ([], [])
+
+
 @pytest.mark.parametrize("workers", [None, 2])
 def test_workers_share_the_lines(workers):
     def tokenizer(lines, **options):
