@@ -104,7 +104,6 @@ def corpora(tmp_path):
 @pytest.mark.slow
 def test_scripts_of_the_readme_run(local_readme, corpora, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     commands = [c for c in commands_of(local_readme) if c.startswith(("python examples", "accelerate"))]
     assert len(commands) == 5
     for command in commands:
