@@ -41,7 +41,6 @@ from torch.utils.data import Dataset, Subset
 from transformers import (
     AutoModelForCausalLM,
     EvalPrediction,
-    PreTrainedModel,
     Trainer,
     default_data_collator,
     set_seed,
@@ -49,7 +48,7 @@ from transformers import (
 
 from hf_moa.modeling.core.task_losses import IGNORE_INDEX
 from hf_moa.recipes.command_line import optional, parse_arguments
-from hf_moa.recipes.gating import GatingArguments, check_budgets
+from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
 from hf_moa.recipes.text_blocks import TextBlocks, TextFileArguments, check_block_size, load_lines
 from hf_moa.recipes.tokenizers import token_fields, train_text_tokenizer
@@ -104,13 +103,7 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {"token_loss": token_loss, "perplexity": math.exp(token_loss), "tokens": tokens}
 
 
-def check_arguments(
-    data_args: DataTrainingArguments,
-    gating_args: GatingArguments,
-    training_args: MoaTrainingArguments,
-    model: PreTrainedModel,
-) -> None:
-    check_budgets(gating_args, model)
+def check_arguments(data_args: DataTrainingArguments, training_args: MoaTrainingArguments) -> None:
     if data_args.generate_samples and not (training_args.do_eval or training_args.do_predict):
         raise ValueError(
             "`generate_samples` continues a text that is evaluated on: give `do_predict` or "
@@ -168,6 +161,7 @@ def main(args: list[str] | None = None) -> None:
         args, ModelArguments, DataTrainingArguments, GatingArguments, MoaTrainingArguments
     )
     set_up_logging(training_args, logger)
+    check_arguments(data_args, training_args)
     checkpoint = find_checkpoint(training_args)
 
     splits = {
@@ -188,7 +182,6 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
     fields = token_fields(tokenizer, "bos", "eos", "pad")
     model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
-    check_arguments(data_args, gating_args, training_args, model)
     block_size = check_block_size(data_args.block_size, model)
     blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}
     for split, each in blocks.items():

@@ -34,7 +34,7 @@ from hf_moa.recipes.accelerate import (
     perplexity_of,
 )
 from hf_moa.recipes.command_line import optional, parse_arguments
-from hf_moa.recipes.gating import GatingArguments, check_budgets
+from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
 from hf_moa.recipes.text_blocks import SplitTextArguments, TextBlocks, check_block_size, load_splits
 from hf_moa.recipes.tokenizers import token_fields, train_text_tokenizer
@@ -64,7 +64,6 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         tokenizer = train_text_tokenizer(lines["train"], model_args.vocab_size)
     fields = token_fields(tokenizer, "bos", "eos", "pad")
     model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
-    check_budgets(gating_args, model)
     block_size = check_block_size(data_args.block_size, model)
     blocks = {
         split: TextBlocks(text, tokenizer, block_size, data_args.preprocessing_num_workers)

@@ -47,7 +47,7 @@ from transformers import (
 
 from hf_moa.recipes.adapters import AdapterArguments, adapt
 from hf_moa.recipes.command_line import optional, parse_arguments
-from hf_moa.recipes.gating import GatingArguments, check_budgets, convert
+from hf_moa.recipes.gating import GatingArguments, convert
 from hf_moa.recipes.models import CheckpointArguments, load_tokenizer
 from hf_moa.recipes.tokenizers import set_padding
 from hf_moa.recipes.trainer_runs import (
@@ -272,7 +272,6 @@ def main(args: list[str] | None = None) -> None:
     # The model comes right after the seed, so that the variants draw the same classifier.
     set_seed(training_args.seed)
     model = load_model(model_args, gating_args, task)
-    check_budgets(gating_args, model)
     tokenizer = load_tokenizer(model_args)
     set_padding(tokenizer, model)
     model = adapt(model, adapter_args, TaskType.SEQ_CLS, training_args.output_dir)

@@ -52,7 +52,7 @@ from hf_moa.recipes.accelerate import (
     perplexity_of,
 )
 from hf_moa.recipes.command_line import parse_arguments
-from hf_moa.recipes.gating import GatingArguments, check_budgets
+from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
 from hf_moa.recipes.text_blocks import SplitTextArguments, encode, load_splits
 from hf_moa.recipes.tokenizers import token_fields
@@ -179,7 +179,6 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         tokenizer = train_tokenizer(lines["train"], model_args.vocab_size, data_args.max_seq_length)
     fields = token_fields(tokenizer, "pad")
     model = load_model(AutoModelForMaskedLM, model_args, gating_args, tokenizer, fields)
-    check_budgets(gating_args, model)
     if data_args.max_seq_length > model.config.max_position_embeddings:
         raise ValueError(
             f"`max_seq_length` must be at most the {model.config.max_position_embeddings} positions of "

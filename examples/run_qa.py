@@ -33,7 +33,7 @@ from transformers import (
 
 from hf_moa.recipes.adapters import AdapterArguments, adapt
 from hf_moa.recipes.command_line import check_counts, optional, parse_arguments
-from hf_moa.recipes.gating import GatingArguments, check_budgets, convert
+from hf_moa.recipes.gating import GatingArguments, convert
 from hf_moa.recipes.models import CheckpointArguments, load_tokenizer
 from hf_moa.recipes.question_answering import (
     AnswerMetric,
@@ -189,7 +189,6 @@ def main(args: list[str] | None = None) -> None:
         model_args.model_name_or_path, **model_args.hub_kwargs()
     )
     model = convert(model, gating_args)
-    check_budgets(gating_args, model)
     tokenizer = load_tokenizer(model_args)
     set_padding(tokenizer, model)
     model = adapt(model, adapter_args, TaskType.QUESTION_ANS, training_args.output_dir)

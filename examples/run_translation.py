@@ -49,7 +49,7 @@ from transformers import (
 
 from hf_moa.recipes.adapters import AdapterArguments, adapt
 from hf_moa.recipes.command_line import optional, parse_arguments
-from hf_moa.recipes.gating import GatingArguments, check_budgets
+from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
 from hf_moa.recipes.parallel_text import BleuMetric, ParallelTextArguments, load_pairs, tokenize
 from hf_moa.recipes.tokenizers import train_translation_tokenizer, translation_token_fields
@@ -140,7 +140,6 @@ def main(args: list[str] | None = None) -> None:
     # The model comes right after the seed, so that variants draw what they share alike.
     set_seed(training_args.seed)
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
-    check_budgets(gating_args, model)
     model = adapt(model, adapter_args, TaskType.SEQ_2_SEQ_LM, training_args.output_dir)
     with training_args.main_process_first(desc="tokenizing"):
         sets = {

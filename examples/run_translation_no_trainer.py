@@ -42,7 +42,7 @@ from hf_moa.recipes.accelerate import (
     mean_over_labels,
 )
 from hf_moa.recipes.command_line import check_counts, optional, parse_arguments
-from hf_moa.recipes.gating import GatingArguments, check_budgets
+from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
 from hf_moa.recipes.parallel_text import BleuMetric, ParallelTextArguments, load_pairs, tokenize
 from hf_moa.recipes.tokenizers import train_translation_tokenizer, translation_token_fields
@@ -78,7 +78,6 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         tokenizer = train_translation_tokenizer(pairs["train"], model_args.vocab_size)
     fields = translation_token_fields(tokenizer)
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
-    check_budgets(gating_args, model)
     most = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     with accelerator.main_process_first():
         sets = {

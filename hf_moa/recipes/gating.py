@@ -96,12 +96,21 @@ def _budget(given: str | float | list) -> float | list[float]:
 
 
 def convert(model: PreTrainedModel, gating_args: GatingArguments) -> PreTrainedModel:
-    """The checkpoint as the flags want it: itself, or converted."""
+    """The checkpoint as the flags want it: itself, or converted.
+
+    Raises:
+        ValueError: it was converted before, with other values; budgets are asked of a model without.
+    """
     fields = gating_args.all_config_fields()
-    if not fields:
-        return model
-    if not model.config.model_type.startswith("moa_"):
-        return hf_moa.upcycle(model, **fields)
+    if fields and not model.config.model_type.startswith("moa_"):
+        model = hf_moa.upcycle(model, **fields)
+    else:
+        _check_fields(model, fields)
+    check_budgets(model, gating_args)
+    return model
+
+
+def _check_fields(model: PreTrainedModel, fields: dict[str, Any]) -> None:
     known = json.loads(json.dumps({name: getattr(model.config, name, None) for name in fields}))
     differing = [name for name, value in fields.items() if known[name] != value]
     if differing:
@@ -110,10 +119,9 @@ def convert(model: PreTrainedModel, gating_args: GatingArguments) -> PreTrainedM
             f"of {', '.join(f'`{name}`' for name in differing)}. Leave out the flags that convert, "
             "or start from the checkpoint it was converted from."
         )
-    return model
 
 
-def check_budgets(gating_args: GatingArguments, model: PreTrainedModel) -> None:
+def check_budgets(model: PreTrainedModel, gating_args: GatingArguments) -> None:
     """Raise a ValueError where budgets are asked of a model that has none."""
     if gating_args.eval_budgets and not getattr(model.config, "cct_budgets", None):
         raise ValueError(

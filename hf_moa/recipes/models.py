@@ -18,7 +18,7 @@ from transformers import (
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from .command_line import optional
-from .gating import GatingArguments, convert
+from .gating import GatingArguments, check_budgets, convert
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,7 @@ def load_model(
         # under DeepSpeed's ZeRO-3 each process holds a part of them
         count = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
         logger.info(f"A new {type(model).__name__} with {count:,} parameters.")
+        check_budgets(model, gating_args)
         return model
     config = {} if model_args.config_name is None else {"config": _named_config(model_args)}
     model = auto_class.from_pretrained(
