@@ -1,8 +1,10 @@
 """What `import hf_moa` brings, in whatever order it and the libraries it extends are imported."""
 
+import ast
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from families import CASE
@@ -88,6 +90,12 @@ def test_every_way_to_import_registers(first, folder):
 
 
 def test_names_are_there():
+    (typed,) = (
+        node
+        for node in ast.parse(Path(hf_moa.__file__).read_text()).body
+        if type(node) is ast.If and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    assert sorted(alias.name for node in typed.body for alias in node.names) == sorted(hf_moa.__all__)
     for name in hf_moa.__all__:
         assert getattr(hf_moa, name).__name__ == name
     assert set(hf_moa.__all__) <= set(dir(hf_moa))

@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from hf_moa.extras import from_extra
+
 from .command import tokenizer_of
 
 _ROLES = ("text", "pair", "label", "target")
@@ -55,12 +57,13 @@ def check_at_least_1(args: argparse.Namespace, *names: str) -> None:
 
 def read_data(args: argparse.Namespace, *, limit: int | None) -> Any:
     """The texts that the arguments name, as `read_text` returns them."""
-    from hf_moa.text_batches import read_text  # isort: skip - before what it needs an extra for
-    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    with from_extra("analysis"):
+        import datasets
+    from hf_moa.text_batches import read_text
 
     columns = {role: getattr(args, f"{role}_column", None) for role in _ROLES}
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
     try:
         return read_text(
             args.data,
@@ -72,7 +75,7 @@ def read_data(args: argparse.Namespace, *, limit: int | None) -> Any:
         )
     finally:
         if shown:
-            enable_progress_bars()
+            datasets.enable_progress_bars()
 
 
 def tokenizer_for(model: Any, source: str) -> Any:
