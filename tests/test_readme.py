@@ -1,4 +1,4 @@
-"""The README's Python runs, with tiny checkpoints in the place of the Hub's."""
+"""The README's Python runs, with tiny checkpoints instead of the Hub's."""
 
 import importlib.util
 import re
@@ -24,7 +24,7 @@ CHECKPOINTS = {
 
 @pytest.fixture
 def local_readme(tmp_path):
-    """The README with paths in the place of names."""
+    """The README with paths instead of names."""
     text = README
     for name, class_name in CHECKPOINTS.items():
         case, path = CASE[class_name], tmp_path / class_name

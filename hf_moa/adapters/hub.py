@@ -63,7 +63,7 @@ def push_to_hub(
 
 
 def _write_card(model: PeftModel, folder: Path, *, name: str) -> None:
-    """Write a card in the place of the one that `save_pretrained` wrote."""
+    """Write a card instead of the one that `save_pretrained` wrote."""
     path = folder / "README.md"
     if is_instance_by_name(getattr(model.get_base_model(), "config", None), GatingConfig):
         card = checkpoint_card(folder, name=name, adapter=Adapter.of(model))

@@ -178,7 +178,7 @@ class CctMeasure:
     def _by_frequency(of_type: Tensor) -> Iterator[dict[str, Any]]:
         """Token types in bins of occurrences, each twice as wide as the one before."""
         count, total = of_type
-        if not count.any():  # special tokens alone
+        if not count.any():  # only special tokens
             return
         size = count.log2().floor()
         for exponent in range(int(size.max()) + 1):

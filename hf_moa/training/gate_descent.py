@@ -1,6 +1,6 @@
 """Block coordinate descent for MAE (Peng et al. 2020, section 3.2): gates and experts in turn.
 
-A G step updates the gates alone, on the mixture, by plain SGD; an F step updates everything else,
+A G step updates only the gates, on the mixture, by plain SGD; an F step updates everything else,
 each sequence through one expert that its gates draw. G steps are taken in every n-th epoch, each
 before the F step on the same accumulated batch:
 

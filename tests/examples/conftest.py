@@ -16,8 +16,8 @@ from hf_moa.recipes.accelerate import GatedTraining
 
 
 @pytest.fixture
-def import_anew(monkeypatch):
-    """folder -> an import of its files: anew in each test, beside files of the same names elsewhere."""
+def fresh_import(monkeypatch):
+    """folder -> an import of its files: again in each test, beside files of the same names elsewhere."""
     names, hidden = set(), {}
 
     def import_of(folder):

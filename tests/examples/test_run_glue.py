@@ -284,7 +284,7 @@ def assert_answers_as_trained(run_glue, arguments, model):
 
 @pytest.mark.parametrize("has_pooler", [False, True])
 def test_adapter_of_a_gated_checkpoint(run_glue, arguments, has_pooler, tmp_path, monkeypatch):
-    """What the checkpoint lacks beside the head, as a masked language model the pooler, is drawn anew:
+    """What the checkpoint lacks beside the head, as a masked language model the pooler, is newly drawn:
     the adapter's base is then another model."""
     base = tmp_path / "gated"
     config = BertConfig.from_pretrained(arguments["model_name_or_path"])
