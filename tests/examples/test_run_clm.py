@@ -129,20 +129,6 @@ def test_perplexity_is_that_of_every_token_of_the_file(arguments):
         assert results[f"{prefix}_word_perplexity"] == pytest.approx(expected)
 
 
-def test_blocks_predict_every_token_but_the_first_once():
-    tokenizer = run_clm.train_text_tokenizer(["ab"], 300)
-    for num_tokens, block_size in ((3, 8), (8, 8), (9, 8), (40, 7)):
-        blocks = run_clm.TextBlocks(["\x01" * (num_tokens - 1)], tokenizer, block_size)
-        blocks.ids = torch.arange(num_tokens)
-        predicted = []
-        for i in range(len(blocks)):
-            block = blocks[i]
-            assert len(block["input_ids"]) == min(block_size, num_tokens)
-            predicted += block["labels"][1:][block["labels"][1:] != -100].tolist()
-            assert block["labels"][0] == -100
-        assert predicted == list(range(1, num_tokens))
-
-
 def test_a_part_of_the_text_has_no_word_perplexity(arguments):
     run_clm.main(command_line({**arguments, "max_eval_samples": 2, "max_train_samples": 5}))
     results = read_json(arguments, "eval_results.json")
