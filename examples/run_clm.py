@@ -35,39 +35,32 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gating_arguments import GatingArguments, check_budgets, evaluate_at_budgets, optional
-from text_blocks import (
-    IGNORE_INDEX,
-    TextBlocks,
-    TextFileArguments,
-    check_block_size,
-    load_lines,
-    token_fields,
-    train_tokenizer,
-)
-from text_training import (
-    ModelArguments,
-    data_for_card,
-    find_checkpoint,
-    finish,
-    load_model,
-    load_tokenizer,
-    parse_arguments,
-    set_up_logging,
-    train,
-)
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, Subset
 from transformers import (
     AutoModelForCausalLM,
     EvalPrediction,
-    PreTrainedModel,
     Trainer,
     default_data_collator,
     set_seed,
 )
 
+from hf_moa.modeling.core.task_losses import IGNORE_INDEX
+from hf_moa.recipes.command_line import optional, parse_arguments
+from hf_moa.recipes.gating import GatingArguments
+from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
+from hf_moa.recipes.text_blocks import TextBlocks, TextFileArguments, check_block_size, load_lines
+from hf_moa.recipes.tokenizers import token_fields, train_text_tokenizer
+from hf_moa.recipes.trainer_runs import (
+    data_for_card,
+    evaluate_at_budgets,
+    find_checkpoint,
+    finish,
+    set_up_logging,
+    train,
+    write_metrics,
+)
 from hf_moa.training import MoaTrainer, MoaTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -110,13 +103,7 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {"token_loss": token_loss, "perplexity": math.exp(token_loss), "tokens": tokens}
 
 
-def check_arguments(
-    data_args: DataTrainingArguments,
-    gating_args: GatingArguments,
-    training_args: MoaTrainingArguments,
-    model: PreTrainedModel,
-) -> None:
-    check_budgets(gating_args, model)
+def check_arguments(data_args: DataTrainingArguments, training_args: MoaTrainingArguments) -> None:
     if data_args.generate_samples and not (training_args.do_eval or training_args.do_predict):
         raise ValueError(
             "`generate_samples` continues a text that is evaluated on: give `do_predict` or "
@@ -133,8 +120,7 @@ def evaluate(trainer: Trainer, blocks: TextBlocks, max_samples: int | None, pref
         metrics[f"{prefix}_words"] = blocks.num_words
         metrics[f"{prefix}_lines"] = blocks.num_lines
         metrics[f"{prefix}_word_perplexity"] = math.exp(total_loss / blocks.num_words)
-    trainer.log_metrics(prefix, metrics)
-    trainer.save_metrics(prefix, metrics)
+    write_metrics(trainer, prefix, metrics)
 
 
 def first_samples(blocks: TextBlocks, max_samples: int | None) -> Dataset:
@@ -175,6 +161,7 @@ def main(args: list[str] | None = None) -> None:
         args, ModelArguments, DataTrainingArguments, GatingArguments, MoaTrainingArguments
     )
     set_up_logging(training_args, logger)
+    check_arguments(data_args, training_args)
     checkpoint = find_checkpoint(training_args)
 
     splits = {
@@ -189,13 +176,12 @@ def main(args: list[str] | None = None) -> None:
             split: load_lines(model_args, data_args, split) for split, used in splits.items() if used
         }
     if tokenizer is None:
-        tokenizer = train_tokenizer(lines["train"], model_args.vocab_size)
+        tokenizer = train_text_tokenizer(lines["train"], model_args.vocab_size)
 
     # The model comes right after the seed, so that variants draw what they share alike.
     set_seed(training_args.seed)
-    fields = token_fields(tokenizer)
+    fields = token_fields(tokenizer, "bos", "eos", "pad")
     model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
-    check_arguments(data_args, gating_args, training_args, model)
     block_size = check_block_size(data_args.block_size, model)
     blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}
     for split, each in blocks.items():

@@ -1,9 +1,10 @@
 """Pretrains a causal language model with Accelerate, on one process or many: a gated GPT-2 (MAE by block
 coordinate descent, MoA, sparse experts, CCT) from scratch or from a checkpoint, or the plain one.
 
-The flags are those of transformers' own `run_clm_no_trainer.py` (`accelerate_arguments.py` names the few
-that are left out), plus `GatingArguments` and the gates' part of `MoaTrainingArguments`. From scratch
-on text files, with a tokenizer trained on the way:
+The flags are those of transformers' own `run_clm_no_trainer.py`
+(`hf_moa/recipes/accelerate/arguments.py` names the few that are left out), plus `GatingArguments` and
+the gates' part of `MoaTrainingArguments`. From scratch on text files, with a tokenizer trained on the
+way:
 
     accelerate launch examples/run_clm_no_trainer.py --model_type moa_gpt2 --attention_type mae \
         --config_overrides n_layer=4,n_embd=256,n_head=8,n_positions=256 \
@@ -22,22 +23,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from accelerate_arguments import AccelerateArguments, make_accelerator
-from accelerate_checkpoints import checkpoint_to_resume
-from accelerate_evaluation import perplexity_of
-from accelerate_results import About
-from accelerate_training import GatedTraining
-from gating_arguments import GatingArguments, check_budgets, optional
-from text_blocks import (
-    SplitTextArguments,
-    TextBlocks,
-    check_block_size,
-    load_splits,
-    token_fields,
-    train_tokenizer,
-)
-from text_training import ModelArguments, load_model, load_tokenizer, parse_arguments
 from transformers import AutoModelForCausalLM, default_data_collator
+
+from hf_moa.recipes.accelerate import (
+    About,
+    AccelerateArguments,
+    GatedTraining,
+    checkpoint_to_resume,
+    make_accelerator,
+    perplexity_of,
+)
+from hf_moa.recipes.command_line import optional, parse_arguments
+from hf_moa.recipes.gating import GatingArguments
+from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
+from hf_moa.recipes.text_blocks import SplitTextArguments, TextBlocks, check_block_size, load_splits
+from hf_moa.recipes.tokenizers import token_fields, train_text_tokenizer
 
 
 @dataclass
@@ -61,10 +61,9 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         lines = {split: [line.rstrip("\r\n") for line in text] for split, text in lines.items()}
     tokenizer = load_tokenizer(model_args, checkpoint_to_resume(run_args))
     if tokenizer is None:
-        tokenizer = train_tokenizer(lines["train"], model_args.vocab_size)
-    fields = token_fields(tokenizer)
+        tokenizer = train_text_tokenizer(lines["train"], model_args.vocab_size)
+    fields = token_fields(tokenizer, "bos", "eos", "pad")
     model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
-    check_budgets(gating_args, model)
     block_size = check_block_size(data_args.block_size, model)
     blocks = {
         split: TextBlocks(text, tokenizer, block_size, data_args.preprocessing_num_workers)
@@ -85,12 +84,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         blocks["train"],
         default_data_collator,
         evaluate,
-        about=About(
-            task="text-generation",
-            start=model_args.model_name_or_path,
-            dataset=data_args.dataset_name,
-            dataset_config=data_args.dataset_config_name,
-        ),
+        about=About.of("text-generation", model_args, data_args),
     )
     return training.train()
 

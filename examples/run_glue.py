@@ -32,27 +32,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import datasets
 import numpy as np
-from adapter_arguments import AdapterArguments, adapt
-from gating_arguments import (
-    GatingArguments,
-    check_budgets,
-    convert,
-    evaluate_at_budgets,
-    optional,
-)
 from peft import TaskType
-from text_training import (
-    CheckpointArguments,
-    find_checkpoint,
-    finish,
-    load_tokenizer,
-    parse_arguments,
-    set_padding,
-    set_up_logging,
-    train,
-)
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -64,6 +45,19 @@ from transformers import (
     set_seed,
 )
 
+from hf_moa.recipes.adapters import AdapterArguments, adapt
+from hf_moa.recipes.command_line import optional, parse_arguments
+from hf_moa.recipes.gating import GatingArguments, convert
+from hf_moa.recipes.models import CheckpointArguments, load_tokenizer
+from hf_moa.recipes.tokenizers import set_padding
+from hf_moa.recipes.trainer_runs import (
+    evaluate_at_budgets,
+    find_checkpoint,
+    finish,
+    set_up_logging,
+    train,
+    write_metrics,
+)
 from hf_moa.training import (
     GLUE_TASKS,
     GlueMetric,
@@ -98,7 +92,7 @@ class DataTrainingArguments:
     )
     skip_malformed_rows: bool = field(
         default=False,
-        metadata={"help": "With --data_dir, leave out malformed rows instead of stopping."},
+        metadata={"help": "With --data_dir, leave out malformed lines instead of stopping."},
     )
     max_seq_length: int = field(
         default=128, metadata={"help": "Longer texts are cut off at this number of tokens."}
@@ -158,16 +152,12 @@ def label_order(model: PreTrainedModel, task: GlueTask) -> list[int] | None:
     return [ids[name] for name in task.label_names]
 
 
-def load_raw_datasets(
-    model_args: ModelArguments, data_args: DataTrainingArguments
-) -> datasets.DatasetDict:
+def load_raw_datasets(model_args: ModelArguments, data_args: DataTrainingArguments) -> dict:
     if data_args.data_dir is not None:
         return load_glue_tsv(
             data_args.data_dir, data_args.task_name, skip_malformed=data_args.skip_malformed_rows
         )
-    return datasets.load_dataset(
-        "nyu-mll/glue", data_args.task_name, cache_dir=model_args.cache_dir, token=model_args.token
-    )
+    return model_args.load_dataset("nyu-mll/glue", data_args.task_name)
 
 
 def tokenize(dataset, tokenizer, data_args: DataTrainingArguments, label_ids):
@@ -231,7 +221,7 @@ def split_names(task_name: str, split: str, available: Collection[str]) -> dict[
         return {task_name: split}
     names = {"mnli": f"{split}_matched", "mnli-mm": f"{split}_mismatched"}
     if names["mnli"] in available and names["mnli-mm"] not in available:
-        logger.warning(f"The data have no {names['mnli-mm']}: {names['mnli']} alone is used.")
+        logger.warning(f"The data have no {names['mnli-mm']}: only {names['mnli']} is used.")
         del names["mnli-mm"]
     return names
 
@@ -247,8 +237,7 @@ def evaluate(trainer: Trainer, eval_sets: dict) -> None:
             own = [key for key in found if key.startswith("eval_mm_")]
             found = {f"eval_{key.removeprefix('eval_mm_')}_mm": found[key] for key in own}
         metrics.update(found)
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
+    write_metrics(trainer, "eval", metrics)
 
 
 def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:
@@ -260,7 +249,7 @@ def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:
         else:
             answers = [trainer.model.config.id2label[i] for i in logits.argmax(axis=1).tolist()]
         if trainer.is_world_process_zero():
-            places = dataset["idx"]  # rows may have been left out
+            places = dataset["idx"]  # examples may have been left out
             lines = ["index\tprediction", *map("{}\t{}".format, places, answers)]
             path = Path(trainer.args.output_dir, f"predict_results_{name}.txt")
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -283,7 +272,6 @@ def main(args: list[str] | None = None) -> None:
     # The model comes right after the seed, so that the variants draw the same classifier.
     set_seed(training_args.seed)
     model = load_model(model_args, gating_args, task)
-    check_budgets(gating_args, model)
     tokenizer = load_tokenizer(model_args)
     set_padding(tokenizer, model)
     model = adapt(model, adapter_args, TaskType.SEQ_CLS, training_args.output_dir)
@@ -332,7 +320,7 @@ def main(args: list[str] | None = None) -> None:
     trainer.model_accepts_loss_kwargs = False  # the loss is a mean, transformers' own models' too
     if training_args.do_train:
         train(trainer, checkpoint)
-    # by length, predictions would be in another order than their rows
+    # by length, predictions would be in another order than the examples
     trainer.args.train_sampling_strategy = "random"
     if training_args.do_eval:
         evaluate(trainer, eval_sets)

@@ -1,9 +1,10 @@
 """Pretrains a masked language model with Accelerate, on one process or many: a gated BERT (MAE by block
 coordinate descent, MoA, sparse experts, CCT) from scratch or from a checkpoint, or the plain one.
 
-The flags are those of transformers' own `run_mlm_no_trainer.py` (`accelerate_arguments.py` names the few
-that are left out), plus `GatingArguments` and the gates' part of `MoaTrainingArguments`. From scratch
-on text files, with a WordPiece vocabulary trained on the way:
+The flags are those of transformers' own `run_mlm_no_trainer.py`
+(`hf_moa/recipes/accelerate/arguments.py` names the few that are left out), plus `GatingArguments` and
+the gates' part of `MoaTrainingArguments`. From scratch on text files, with a WordPiece vocabulary
+trained on the way:
 
     accelerate launch examples/run_mlm_no_trainer.py --model_type moa_bert --attention_type moa \
         --config_overrides \
@@ -13,7 +14,7 @@ on text files, with a WordPiece vocabulary trained on the way:
         --learning_rate 5e-4 --num_warmup_steps 500 --checkpointing_steps 500 \
         --resume_from_checkpoint latest --output_dir out/mlm
 
-`sparse_prediction=True` among the overrides computes the logits of the masked tokens alone in training:
+`sparse_prediction=True` among the overrides computes only the logits of the masked tokens in training:
 the same loss, sooner.
 
 On several GPUs: `accelerate launch --config_file examples/accelerate/ddp.yaml` (or `fsdp2.yaml`, ...). A
@@ -31,14 +32,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from accelerate_arguments import AccelerateArguments, make_accelerator
-from accelerate_checkpoints import checkpoint_to_resume
-from accelerate_evaluation import perplexity_of
-from accelerate_results import About
-from accelerate_training import GatedTraining
-from gating_arguments import GatingArguments, check_budgets
-from text_blocks import SplitTextArguments, encode, load_splits, token_fields
-from text_training import IGNORE_INDEX, ModelArguments, load_model, load_tokenizer, parse_arguments
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
@@ -48,7 +41,21 @@ from transformers import (
     default_data_collator,
 )
 
+from hf_moa.modeling.core.task_losses import IGNORE_INDEX
 from hf_moa.quickstart.tokenizer import train_tokenizer
+from hf_moa.recipes.accelerate import (
+    About,
+    AccelerateArguments,
+    GatedTraining,
+    checkpoint_to_resume,
+    make_accelerator,
+    perplexity_of,
+)
+from hf_moa.recipes.command_line import parse_arguments
+from hf_moa.recipes.gating import GatingArguments
+from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
+from hf_moa.recipes.text_blocks import SplitTextArguments, encode, load_splits
+from hf_moa.recipes.tokenizers import token_fields
 
 
 @dataclass
@@ -85,7 +92,7 @@ class MaskedSequences(Dataset):
     """Sequences with tokens masked as BERT's: of those to predict, 80 % are `[MASK]`, 10 % another
     token, 10 % as they were.
 
-    The masks of a sequence follow from the seed, the epoch and its place alone, so that a resumed run
+    The masks of a sequence follow only from the seed, the epoch and its place, so that a resumed run
     sees the same. Here the epoch stays: evaluations compare.
 
     Args:
@@ -145,10 +152,11 @@ def pack(
         lines, tokenizer, data_args.preprocessing_num_workers, add_special_tokens=False
     )
     ids = np.insert(ids, lengths.cumsum(), tokenizer.sep_token_id)
-    rows = ids[: len(ids) // (length - 1) * (length - 1)].reshape(-1, length - 1)
-    if not len(rows):
+    sequences = ids[: len(ids) // (length - 1) * (length - 1)].reshape(-1, length - 1)
+    if not len(sequences):
         raise ValueError(f"The text must fill a sequence of {length} tokens (`max_seq_length`).")
-    return np.insert(rows, 0, tokenizer.cls_token_id, axis=1).flatten(), np.full(len(rows), length)
+    ids = np.insert(sequences, 0, tokenizer.cls_token_id, axis=1).flatten()
+    return ids, np.full(len(sequences), length)
 
 
 def separate(
@@ -169,13 +177,8 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     tokenizer = load_tokenizer(model_args, checkpoint_to_resume(run_args))
     if tokenizer is None:
         tokenizer = train_tokenizer(lines["train"], model_args.vocab_size, data_args.max_seq_length)
-    fields = {
-        name: value
-        for name, value in token_fields(tokenizer).items()
-        if name in ("vocab_size", "pad_token_id")
-    }
+    fields = token_fields(tokenizer, "pad")
     model = load_model(AutoModelForMaskedLM, model_args, gating_args, tokenizer, fields)
-    check_budgets(gating_args, model)
     if data_args.max_seq_length > model.config.max_position_embeddings:
         raise ValueError(
             f"`max_seq_length` must be at most the {model.config.max_position_embeddings} positions of "
@@ -215,12 +218,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         collate,
         evaluate,
         lengths=sets["train"].lengths if has_lengths else None,
-        about=About(
-            task="fill-mask",
-            start=model_args.model_name_or_path,
-            dataset=data_args.dataset_name,
-            dataset_config=data_args.dataset_config_name,
-        ),
+        about=About.of("fill-mask", model_args, data_args),
     )
     return training.train()
 

@@ -14,34 +14,15 @@ questions of `--test_file` to `predict_predictions.json`, by their ids. The argu
 JSON file instead: `python examples/run_qa.py arguments.json`.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
-from adapter_arguments import AdapterArguments, adapt
-from gating_arguments import (
-    GatingArguments,
-    check_budgets,
-    convert,
-    evaluate_at_budgets,
-    optional,
-)
 from peft import TaskType
-from question_answering import AnswerMetric, Features, check_ids, num_answered, read_squad
-from text_training import (
-    CheckpointArguments,
-    check_counts,
-    data_for_card,
-    find_checkpoint,
-    finish,
-    load_tokenizer,
-    parse_arguments,
-    set_padding,
-    set_up_logging,
-    train,
-)
 from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
@@ -50,7 +31,31 @@ from transformers import (
     set_seed,
 )
 
+from hf_moa.recipes.adapters import AdapterArguments, adapt
+from hf_moa.recipes.command_line import check_counts, optional, parse_arguments
+from hf_moa.recipes.gating import GatingArguments, convert
+from hf_moa.recipes.models import CheckpointArguments, load_tokenizer
+from hf_moa.recipes.question_answering import (
+    AnswerMetric,
+    Features,
+    check_ids,
+    num_answered,
+    read_squad,
+)
+from hf_moa.recipes.tokenizers import set_padding
+from hf_moa.recipes.trainer_runs import (
+    data_for_card,
+    evaluate_at_budgets,
+    find_checkpoint,
+    finish,
+    set_up_logging,
+    train,
+    write_metrics,
+)
 from hf_moa.training import MoaTrainer, MoaTrainingArguments
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -84,15 +89,7 @@ class DataTrainingArguments:
                 "Give either `dataset_name`, or `train_file`, `validation_file` and `test_file`, as far "
                 f"as they are needed (got {self.dataset_name!r}, and {', '.join(map(repr, files))})."
             )
-        check_counts(
-            self,
-            "doc_stride",
-            "n_best_size",
-            "max_answer_length",
-            "max_train_samples",
-            "max_eval_samples",
-            "max_predict_samples",
-        )
+        check_counts(self, "doc_stride", "n_best_size", "max_answer_length")
         if not self.doc_stride < self.max_seq_length:
             raise ValueError(
                 "`doc_stride` must be less than `max_seq_length` (got "
@@ -102,15 +99,10 @@ class DataTrainingArguments:
 
 def load_questions(
     data_args: DataTrainingArguments, model_args: CheckpointArguments, split: str
-) -> datasets.Dataset:
+) -> Dataset:
     """The first questions of a split, as many as the flags want."""
     if data_args.dataset_name is not None:
-        questions = datasets.load_dataset(
-            data_args.dataset_name,
-            split=split,
-            cache_dir=model_args.cache_dir,
-            token=model_args.token,
-        )
+        questions = model_args.load_dataset(data_args.dataset_name, split=split)
     else:
         path = getattr(data_args, f"{split}_file")
         if path is None:
@@ -128,7 +120,7 @@ def load_questions(
 
 def make_features(
     data_args: DataTrainingArguments,
-    questions: datasets.Dataset,
+    questions: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     *,
     keep_places: bool,
@@ -159,8 +151,7 @@ def predict(trainer: MoaTrainer, features: Features, metric: AnswerMetric) -> No
     prediction = trainer.predict(features.dataset, metric_key_prefix="predict")
     trainer.log(prediction.metrics)  # from where the model's card takes them
     metrics = {**prediction.metrics, "predict_samples": len(features.questions)}
-    trainer.log_metrics("predict", metrics)
-    trainer.save_metrics("predict", metrics)
+    write_metrics(trainer, "predict", metrics)
     if trainer.is_world_process_zero():
         answers = metric.answers(*prediction.predictions[:2])
         found = dict(zip(features.questions["id"], answers, strict=True))
@@ -198,7 +189,6 @@ def main(args: list[str] | None = None) -> None:
         model_args.model_name_or_path, **model_args.hub_kwargs()
     )
     model = convert(model, gating_args)
-    check_budgets(gating_args, model)
     tokenizer = load_tokenizer(model_args)
     set_padding(tokenizer, model)
     model = adapt(model, adapter_args, TaskType.QUESTION_ANS, training_args.output_dir)
@@ -246,8 +236,7 @@ def main(args: list[str] | None = None) -> None:
     trainer.args.train_sampling_strategy = "random"
     if training_args.do_eval:
         metrics = {**trainer.evaluate(), "eval_samples": len(validation.questions)}
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+        write_metrics(trainer, "eval", metrics)
     if gating_args.eval_budgets:
         evaluate_at_budgets(trainer, {"squad": validation.dataset})
     if test is not None:

@@ -5,7 +5,7 @@ one.
 The flags are those of transformers' own `run_translation.py` where it has them, plus `GatingArguments`
 and `AdapterArguments`.
 From scratch on Multi30k, with a tokenizer trained on both languages on the way; the same without gates
-is `--attention_type mha`. Needs `pip install sacrebleu`:
+is `--attention_type mha`. Needs `pip install "hf-moa[translation]"`:
 
     python examples/run_translation.py --model_type moa_t5 \
         --config_overrides d_model=256,d_kv=32,num_heads=8,d_ff=1024,num_layers=3 \
@@ -33,41 +33,39 @@ detokenised translations against the lines of the target file as they stand ther
 The arguments can stand in one JSON file instead: `python examples/run_translation.py arguments.json`.
 """
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from adapter_arguments import AdapterArguments, adapt
-from datasets import Dataset
-from gating_arguments import GatingArguments, check_budgets, evaluate_at_budgets, optional
-from parallel_text import (
-    BleuMetric,
-    ParallelTextArguments,
-    check_special_tokens,
-    load_pairs,
-    token_fields,
-    tokenize,
-    train_tokenizer,
-)
 from peft import TaskType
-from text_training import (
-    ModelArguments,
-    data_for_card,
-    find_checkpoint,
-    finish,
-    load_model,
-    load_tokenizer,
-    parse_arguments,
-    set_up_logging,
-    train,
-)
 from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
     set_seed,
 )
 
+from hf_moa.recipes.adapters import AdapterArguments, adapt
+from hf_moa.recipes.command_line import optional, parse_arguments
+from hf_moa.recipes.gating import GatingArguments
+from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
+from hf_moa.recipes.parallel_text import BleuMetric, ParallelTextArguments, load_pairs, tokenize
+from hf_moa.recipes.tokenizers import train_translation_tokenizer, translation_token_fields
+from hf_moa.recipes.trainer_runs import (
+    data_for_card,
+    evaluate_at_budgets,
+    find_checkpoint,
+    finish,
+    set_up_logging,
+    train,
+    write_metrics,
+)
 from hf_moa.training import MoaSeq2SeqTrainer, MoaSeq2SeqTrainingArguments
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +86,7 @@ class DataTrainingArguments(ParallelTextArguments):
 def write_results(trainer: MoaSeq2SeqTrainer, metrics: dict, prefix: str, bleu: BleuMetric) -> None:
     if f"{prefix}_bleu" in metrics:
         metrics[f"{prefix}_bleu_signature"] = bleu.signature
-    trainer.log_metrics(prefix, metrics)
-    trainer.save_metrics(prefix, metrics)
+    write_metrics(trainer, prefix, metrics)
 
 
 def predict(trainer: MoaSeq2SeqTrainer, dataset: Dataset) -> None:
@@ -137,14 +134,12 @@ def main(args: list[str] | None = None) -> None:
         max_samples["test"] = data_args.max_predict_samples
     pairs = {split: load_pairs(data_args, split, model_args) for split in max_samples}
     if tokenizer is None:
-        tokenizer = train_tokenizer(pairs["train"], model_args.vocab_size)
-    check_special_tokens(tokenizer)
+        tokenizer = train_translation_tokenizer(pairs["train"], model_args.vocab_size)
+    fields = translation_token_fields(tokenizer)
 
     # The model comes right after the seed, so that variants draw what they share alike.
     set_seed(training_args.seed)
-    fields = token_fields(tokenizer)
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
-    check_budgets(gating_args, model)
     model = adapt(model, adapter_args, TaskType.SEQ_2_SEQ_LM, training_args.output_dir)
     with training_args.main_process_first(desc="tokenizing"):
         sets = {

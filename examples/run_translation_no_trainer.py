@@ -2,9 +2,10 @@
 coordinate descent, MoA, sparse experts, CCT) from scratch or from a checkpoint, or the plain one.
 Measures sacreBLEU of a beam search, of the averaged last checkpoints where asked.
 
-The flags are those of transformers' own `run_translation_no_trainer.py` (`accelerate_arguments.py` names
-the few that are left out), plus `GatingArguments` and the gates' part of `MoaTrainingArguments`. From
-scratch, with a vocabulary trained on both languages on the way (needs `pip install sacrebleu`):
+The flags are those of transformers' own `run_translation_no_trainer.py`
+(`hf_moa/recipes/accelerate/arguments.py` names the few that are left out), plus `GatingArguments` and
+the gates' part of `MoaTrainingArguments`. From scratch, with a vocabulary trained on both languages on
+the way (needs `pip install "hf-moa[translation]"`):
 
     accelerate launch examples/run_translation_no_trainer.py --model_type moa_t5 --attention_type mae \
         --config_overrides d_model=256,d_kv=32,num_heads=8,d_ff=1024,num_layers=3 \
@@ -28,31 +29,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from accelerate_arguments import AccelerateArguments, make_accelerator
-from accelerate_checkpoints import checkpoint_to_resume
-from accelerate_evaluation import mean_over_labels
-from accelerate_results import About
-from accelerate_training import GatedTraining
-from gating_arguments import GatingArguments, check_budgets, optional
-from parallel_text import (
-    BleuMetric,
-    ParallelTextArguments,
-    check_special_tokens,
-    load_pairs,
-    token_fields,
-    tokenize,
-    train_tokenizer,
-)
-from text_training import (
-    IGNORE_INDEX,
-    ModelArguments,
-    check_counts,
-    load_model,
-    load_tokenizer,
-    parse_arguments,
-)
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, EvalPrediction
+
+from hf_moa.modeling.core.task_losses import IGNORE_INDEX
+from hf_moa.recipes.accelerate import (
+    About,
+    AccelerateArguments,
+    GatedTraining,
+    checkpoint_to_resume,
+    make_accelerator,
+    mean_over_labels,
+)
+from hf_moa.recipes.command_line import check_counts, optional, parse_arguments
+from hf_moa.recipes.gating import GatingArguments
+from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
+from hf_moa.recipes.parallel_text import BleuMetric, ParallelTextArguments, load_pairs, tokenize
+from hf_moa.recipes.tokenizers import train_translation_tokenizer, translation_token_fields
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +57,13 @@ class DataTrainingArguments(ParallelTextArguments):
     max_train_samples: int | None = optional("Train on the first so many pairs only.")
     max_eval_samples: int | None = optional("Evaluate on the first so many pairs only.")
     predict_with_generate: bool = field(
-        default=True, metadata={"help": "Translate in evaluation, for BLEU; otherwise the loss alone."}
+        default=True, metadata={"help": "Translate in evaluation, for BLEU; otherwise only the loss."}
     )
     num_beams: int = field(default=5, metadata={"help": "Beams of the search in evaluation."})
 
     def __post_init__(self):
         super().__post_init__()
-        check_counts(self, "max_train_samples", "max_eval_samples", "num_beams")
+        check_counts(self, "num_beams")
 
 
 def main(args: list[str] | None = None) -> dict[str, float]:
@@ -82,11 +75,9 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     pairs = {split: load_pairs(data_args, split, model_args) for split in splits}
     tokenizer = load_tokenizer(model_args, checkpoint_to_resume(run_args))
     if tokenizer is None:
-        tokenizer = train_tokenizer(pairs["train"], model_args.vocab_size)
-    check_special_tokens(tokenizer)
-    fields = token_fields(tokenizer)
+        tokenizer = train_translation_tokenizer(pairs["train"], model_args.vocab_size)
+    fields = translation_token_fields(tokenizer)
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
-    check_budgets(gating_args, model)
     most = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     with accelerator.main_process_first():
         sets = {
@@ -115,7 +106,7 @@ def main(args: list[str] | None = None) -> dict[str, float]:
             losses = mean_over_labels(accelerator, model, loader, shifts_labels=False)
             if metric is None:
                 return losses
-            rows = [], [], []  # sources, translations, labels
+            gathered = [], [], []  # sources, translations, labels
             for batch in loader:
                 with torch.no_grad():
                     ids = accelerator.unwrap_model(model).generate(
@@ -132,9 +123,9 @@ def main(args: list[str] | None = None) -> dict[str, float]:
                         (batch["labels"], IGNORE_INDEX),
                     )
                 )
-                for found, each in zip(rows, (sources, ids, labels), strict=True):
+                for found, each in zip(gathered, (sources, ids, labels), strict=True):
                     found.extend(accelerator.gather_for_metrics(each).cpu().numpy())
-            sources, translations, labels = map(_padded, rows)
+            sources, translations, labels = map(_padded, gathered)
             bleu = metric(EvalPrediction(translations, labels, sources))
             logger.info(f"sacreBLEU: {metric.signature}")
             return {**losses, **bleu}
@@ -148,21 +139,16 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         collate,
         evaluate,
         lengths=None if data_args.pad_to_max_length else list(sets["train"]["num_tokens"]),
-        about=About(
-            task="translation",
-            start=model_args.model_name_or_path,
-            dataset=data_args.dataset_name,
-            dataset_config=data_args.dataset_config_name,
-        ),
+        about=About.of("translation", model_args, data_args),
     )
     return training.train()
 
 
-def _padded(rows: list[np.ndarray]) -> np.ndarray:
-    """Rows of several lengths as one array, padded with what is ignored."""
-    array = np.full((len(rows), max(map(len, rows))), IGNORE_INDEX, dtype=np.int64)
-    for row, values in zip(array, rows, strict=True):
-        row[: len(values)] = values
+def _padded(sequences: list[np.ndarray]) -> np.ndarray:
+    """Sequences of several lengths as one array, padded with what is ignored."""
+    array = np.full((len(sequences), max(map(len, sequences))), IGNORE_INDEX, dtype=np.int64)
+    for place, sequence in zip(array, sequences, strict=True):
+        place[: len(sequence)] = sequence
     return array
 
 

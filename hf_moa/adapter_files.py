@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
 
+from .gated_models import is_instance_by_name
 from .json_files import read_object
-from .kinds import is_one
 from .modeling.config.gating import GatingConfig
 from .modeling.ftg.config import LOADERS, FTGConfig, saved_num_labels
 
@@ -59,7 +59,7 @@ class Adapter:
             config=base_model.config,
             model_class=type(base_model),
             base_folder=None if folder is None else base_beside(folder, base),
-            trains=peft_config.in_words() if is_one(peft_config, FTGConfig) else None,
+            trains=peft_config.in_words() if is_instance_by_name(peft_config, FTGConfig) else None,
         )
 
     @classmethod
@@ -164,7 +164,7 @@ def _config_of(base: str | None) -> GatingConfig:
 
 
 def _check_gated(config: Any, base: str | None) -> None:
-    if not is_one(config, GatingConfig):
+    if not is_instance_by_name(config, GatingConfig):
         raise ValueError(
             f"The adapter's base must be a gated model (got {base}, of model_type "
             f"{getattr(config, 'model_type', None)!r}); PEFT writes the cards of others."

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from .kinds import is_one as is_instance_by_name
+from .gated_models import is_instance_by_name
 from .modeling.attention.flow import AttentionFlow
 from .modeling.cct.budgets import BudgetControl
 from .modeling.core.macs import Macs

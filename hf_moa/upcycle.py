@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .kinds import is_one
+from .gated_models import is_instance_by_name
 from .modeling.config.gating import GatingConfig
 from .upcycling.families import TASKS, Family, family_of
 from .upcycling.weights import convert
@@ -127,7 +127,7 @@ def _load(
             f"The config of {path} names no class in `architectures`: give task= or model_class=."
         )
     name = _plain_name(name, family)
-    is_gated = is_one(config, GatingConfig)
+    is_gated = is_instance_by_name(config, GatingConfig)
     source_class = family.gated_class(name) if is_gated else getattr(transformers, name)
     return source_class.from_pretrained(path, **load_kwargs)
 
@@ -148,7 +148,7 @@ def _plain_name(name: str, family: Family) -> str:
 def _family(config: PreTrainedConfig) -> Family:
     """The family of a source, which must be a plain one."""
     family = family_of(config)
-    if is_one(config, GatingConfig) and (
+    if is_instance_by_name(config, GatingConfig) and (
         config.attention_type != "mha" or config.has_cct or config.ffn_type != "dense"
     ):
         raise ValueError(

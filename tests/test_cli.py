@@ -15,11 +15,11 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertForSequenceCl
 import hf_moa
 from hf_moa import MoaBertConfig, MoaBertForMultipleChoice
 from hf_moa.cli import main
+from hf_moa.cli.command import load_checkpoint
+from hf_moa.cli.gating_fields import gating_fields
 from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
 from hf_moa.upcycling.families import TASKS
-from hf_moa_cli.command import load_checkpoint
-from hf_moa_cli.gating_fields import gating_fields
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ from hf_moa_cli import main
 for argv in {lines}:
     with contextlib.suppress(SystemExit):
         assert main(argv) == 2
-    slow = {{"torch", "transformers", "datasets", "huggingface_hub", "hf_moa"}} & set(sys.modules)
+    slow = {{"torch", "transformers", "peft", "datasets", "huggingface_hub"}} & set(sys.modules)
     assert not slow, (argv, slow)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -330,9 +330,10 @@ def test_analyze_with_a_bad_option(gated_dir, texts, tmp_path, capsys, monkeypat
 
 
 def test_analyze_asks_for_matplotlib_before_it_measures(gated_dir, texts, capsys, monkeypatch):
-    monkeypatch.setattr("hf_moa_cli.analyze.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = error_of(capsys, "analyze", gated_dir, "--data", texts, "--text-column", "sentence")
-    assert "need matplotlib: pip install 'hf-moa[plots]'" in message
+    assert "needs the package matplotlib" in message
+    assert 'pip install "hf-moa[analysis]"' in message
 
 
 @pytest.mark.parametrize("command", ["analyze", "benchmark"])
@@ -428,9 +429,8 @@ def test_benchmark_with_a_bad_option(gated_dir, capsys, options, expected):
     assert expected in error_of(capsys, "benchmark", gated_dir, *options)
 
 
-@pytest.mark.parametrize("module", ["hf_moa", pytest.param("hf_moa.cli", marks=pytest.mark.slow)])
-def test_module_is_the_same_command_and_its_reader_may_stop(module):
-    command = f"{sys.executable} -m {module} env | head -1"
+def test_module_is_the_same_command_and_its_reader_may_stop():
+    command = f"{sys.executable} -m hf_moa env | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("python: ")
     assert done.stderr == ""

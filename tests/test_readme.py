@@ -1,4 +1,4 @@
-"""The README's Python runs, with tiny checkpoints in the place of the Hub's."""
+"""The README's Python runs, with tiny checkpoints instead of the Hub's."""
 
 import importlib.util
 import re
@@ -24,7 +24,7 @@ CHECKPOINTS = {
 
 @pytest.fixture
 def local_readme(tmp_path):
-    """The README with paths in the place of names."""
+    """The README with paths instead of names."""
     text = README
     for name, class_name in CHECKPOINTS.items():
         case, path = CASE[class_name], tmp_path / class_name
@@ -49,7 +49,7 @@ def test_python_of_the_readme_runs(local_readme, tmp_path, monkeypatch):
 
 def test_commands_of_the_readme_run(local_readme, tmp_path, monkeypatch, capsys):
     """Those of `hf-moa` that stand there; `quickstart` has tests of its own."""
-    from hf_moa_cli import main
+    from hf_moa.cli import main
 
     commands = re.findall(r"^hf-moa ([^#\n]*)", local_readme, flags=re.MULTILINE)
     assert {command.split()[0] for command in commands} == {"upcycle", "analyze", "benchmark", "card"}
@@ -104,7 +104,6 @@ def corpora(tmp_path):
 @pytest.mark.slow
 def test_scripts_of_the_readme_run(local_readme, corpora, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     commands = [c for c in commands_of(local_readme) if c.startswith(("python examples", "accelerate"))]
     assert len(commands) == 5
     for command in commands:

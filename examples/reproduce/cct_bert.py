@@ -43,8 +43,8 @@ from summaries import (
 from upcycling import write_upcycled
 from wikitext_runs import SMALL_BERT, train_on_wikitext
 
+from hf_moa.cli.command import load_checkpoint
 from hf_moa.markdown import table
-from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 CORPUS = "wikitext-2"

@@ -48,8 +48,8 @@ from summaries import (
 from translation_runs import FLAGS, Translator, train_translation
 from upcycling import write_upcycled
 
+from hf_moa.cli.command import load_checkpoint
 from hf_moa.markdown import table
-from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 PLAIN_STEPS, FURTHER_STEPS = 1_500, 2_000

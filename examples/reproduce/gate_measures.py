@@ -10,7 +10,7 @@ from typing import Any
 from summaries import Column, at_budget
 
 from hf_moa.analysis import analyze
-from hf_moa.analysis.text_batches import TextBatches, read_text
+from hf_moa.text_batches import TextBatches, read_text
 
 # of what `balance` returns
 LOAD_CV = Column("CV of the load", "load_cv", "{:.2f}")

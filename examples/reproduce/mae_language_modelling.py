@@ -25,7 +25,7 @@ from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, run_script
 from summaries import Column, time_and_machine, variant_table
 
-from hf_moa_cli.command import load_checkpoint
+from hf_moa.cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 BLOCKS, EPOCHS = 3_600, 5

@@ -43,7 +43,7 @@ from summaries import Column, best_rate, by_seed, time_and_machine, variant_tabl
 from translation_runs import FLAGS, train_translation
 from wikitext_runs import LENGTH, SMALL_BERT, train_on_wikitext
 
-from hf_moa_cli.command import load_checkpoint
+from hf_moa.cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 EXPERTS = (8, 16, 32, 64)

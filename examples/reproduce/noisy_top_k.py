@@ -31,8 +31,8 @@ from scripts import Flags, merged
 from summaries import Column, by_seed, time_and_machine, variant_table, with_deviation
 from wikitext_runs import train_on_wikitext
 
+from hf_moa.cli.command import load_checkpoint
 from hf_moa.markdown import table
-from hf_moa_cli.command import load_checkpoint
 
 SEEDS = (1, 2, 3)
 STEPS, LONG_STEPS = 1_200, 3_600

@@ -24,8 +24,8 @@ from runs import Results, Settings
 from summaries import Column, time_and_machine, variant_table
 from translation_runs import CORPORA, SIZE, Translator
 
+from hf_moa.cli.command import load_checkpoint
 from hf_moa.markdown import table
-from hf_moa_cli.command import load_checkpoint
 
 HEADS = SIZE["num_heads"]
 # heads that an expert drops -> the variants with such experts

@@ -35,8 +35,8 @@ from scripts import TRAINER_FLAGS, Flags, run_script
 from summaries import best_rate, by_seed, differences, latest, time_and_machine, with_deviation
 from translation_runs import FLAGS
 
+from hf_moa.cli.command import load_checkpoint
 from hf_moa.markdown import table
-from hf_moa_cli.command import load_checkpoint
 
 SEEDS = mae_translation.SEEDS
 FRACTIONS = (0.05, 0.1, 0.25, 0.5, 1.0)

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import CommitInfo, HfApi
 from peft import PeftModel
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.model_card import Adapter, checkpoint_card, read_card, write_card
 from hf_moa.model_card.existing import base_on_hub
 from hf_moa.modeling.config.gating import GatingConfig
@@ -69,7 +69,7 @@ def push_to_hub(
 def _write_card(model: PeftModel, folder: Path, *, name: str) -> None:
     """Write a card over the one that `save_pretrained` wrote."""
     path = folder / "README.md"
-    if is_one(getattr(model.get_base_model(), "config", None), GatingConfig):
+    if is_instance_by_name(getattr(model.get_base_model(), "config", None), GatingConfig):
         write_card(checkpoint_card(folder, name=name, adapter=Adapter.of(model)), path)
         return
     card = read_card(path)  # FTG takes any modules by their names

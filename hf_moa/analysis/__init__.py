@@ -5,15 +5,18 @@ analysis.tables["mae_entropy"]  # DataFrames
 write_report(analysis, "report.html")
 """
 
-from .analyze import Analysis, analyze
-from .cct import CctMeasure
-from .mae import MaeMeasure
-from .metrics import budget_metrics, evaluate, expert_selection
-from .moa import MoaMeasure
-from .observe import Observation, observe
-from .report import write_report
-from .token_counts import TokenExpertCounts
-from .vocabulary import Vocabulary
+from hf_moa.extras import from_extra
+
+with from_extra("analysis"):
+    from .analyze import Analysis, analyze
+    from .cct import CctMeasure
+    from .mae import MaeMeasure
+    from .metrics import budget_metrics, evaluate, expert_selection
+    from .moa import MoaMeasure
+    from .observe import Observation, observe
+    from .report import write_report
+    from .token_counts import TokenExpertCounts
+    from .vocabulary import Vocabulary
 
 __all__ = [
     "Analysis",

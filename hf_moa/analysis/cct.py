@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.modeling.cct.costs import AttentionCost, used_and_full
 from hf_moa.modeling.cct.feed_forward import FeedForwardGate
 from hf_moa.modeling.core.precision import in_float64
@@ -36,7 +36,7 @@ class _LayerCosts:
         attentions = attention_layers(layer)
         own = next(attention for attention in attentions if not attention.is_cross_attention)
         costs = {"cross" if a.is_cross_attention else "self": a.gates.cost for a in attentions}
-        gate = next(module for module in layer.modules() if is_one(module, FeedForwardGate))
+        gate = next(module for module in layer.modules() if is_instance_by_name(module, FeedForwardGate))
         return part_of(own), cls(costs, gate.part_cost * gate.num_splits)
 
 
@@ -178,7 +178,7 @@ class CctMeasure:
     def _by_frequency(of_type: Tensor) -> Iterator[dict[str, Any]]:
         """Token types in bins of occurrences, each twice as wide as the one before."""
         count, total = of_type
-        if not count.any():  # special tokens alone
+        if not count.any():  # only special tokens
             return
         size = count.log2().floor()
         for exponent in range(int(size.max()) + 1):

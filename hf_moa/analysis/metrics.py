@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_moa.eval_mode import in_eval_mode
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import gated_model_of, is_instance_by_name
 from hf_moa.modeling.mae.mixture import MixtureOfHeads
 
 from .cct import budget_name
-from .observe import gated_model_of
 
 
 @torch.inference_mode()
@@ -102,7 +101,7 @@ def expert_selection(
     if draws < 1:
         raise ValueError(f"draws must be at least 1 (got {draws}).")
     gated = gated_model_of(model)
-    before = next((m.selection for m in gated.modules() if is_one(m, MixtureOfHeads)), None)
+    before = next((m.selection for m in gated.modules() if is_instance_by_name(m, MixtureOfHeads)), None)
     rows = []
     try:
         for selection in (None, "argmax", "random"):

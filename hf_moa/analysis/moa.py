@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.modeling.core.precision import in_float64, without_autocast
 from hf_moa.modeling.moa.mixture import MixtureOfAttentionExperts
 from hf_moa.modeling.routing.routers import TopKRouter, largest
@@ -53,7 +53,7 @@ class _Layer:
 
 def _router_of(mixture: MixtureOfAttentionExperts) -> TopKRouter:
     """Its router, also where an adapter has wrapped it."""
-    return next(module for module in mixture.modules() if is_one(module, TopKRouter))
+    return next(module for module in mixture.modules() if is_instance_by_name(module, TopKRouter))
 
 
 class MoaMeasure:

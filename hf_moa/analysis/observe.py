@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import gated_model_of, is_instance_by_name
 from hf_moa.modeling.attention.flow import AttentionFlow
 from hf_moa.modeling.core.gated_model import GatedModel
 from hf_moa.modeling.core.outputs import batch_term
@@ -77,25 +77,10 @@ def mixtures_by_part(model: nn.Module, kind: type) -> dict[str, list[nn.Module]]
     found: dict[str, list[nn.Module]] = {}
     for attention in attention_layers(model):
         # PEFT's `modules_to_save` may have wrapped it
-        mixture = next((m for m in attention.mixture.modules() if is_one(m, kind)), None)
+        mixture = next((m for m in attention.mixture.modules() if is_instance_by_name(m, kind)), None)
         if mixture is not None:
             found.setdefault(part_of(attention), []).append(mixture)
     return found
-
-
-def gated_model_of(model: nn.Module) -> GatedModel:
-    """The gated model in a wrapper of PEFT, `torch.compile` or `DataParallel`.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for module in model.modules():
-        if is_one(module, GatedModel):
-            return module
-    raise ValueError(
-        f"model must be one of hf_moa's, which have gates (got {type(model).__name__}); "
-        "`hf_moa.upcycle` makes one of a BERT, GPT-2 or T5."
-    )
 
 
 @torch.inference_mode()

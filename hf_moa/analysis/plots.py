@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from hf_moa.extras import from_extra
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -80,10 +82,10 @@ def plot_pairs(table: pd.DataFrame, *, most_layers: int = 6) -> Figure:
     ends at four times and a quarter: a pair of rare experts can have a lift of 30, and what is usual
     would look all the same beside it.
     """
-    from matplotlib.colors import LogNorm
-
     panels = _layers_of_parts(table, most_layers)
     figure, axes = _panels(panels, width=2.9, height=2.6, most_columns=_columns(panels, 3))
+    from matplotlib.colors import LogNorm
+
     size = table["other"].max() + 1
     for (title, rows), axis in zip(panels.items(), axes, strict=True):
         lift = np.full((size, size), np.nan)
@@ -237,8 +239,9 @@ def _panels(
 ) -> tuple[Figure, list[Axes]]:
     """A figure with a panel for each name, in rows."""
     # Not pyplot: no window system is asked for, and no global state is left behind.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with from_extra("plots"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     columns = min(len(names), most_columns)
     rows = -(-len(names) // columns)

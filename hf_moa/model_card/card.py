@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_moa.expert_load import expert_load_table
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.hub_names import is_hub_id
-from hf_moa.kinds import is_one
 from hf_moa.markdown import cell, union_table
 from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.run_facts import TrainingFacts
@@ -79,7 +79,7 @@ def model_card(
         ValueError: `config` is of no gated model; `license` or `base_model` is no identifier; a row of
             `budget_rows` or a share of `expert_load` is none.
     """
-    if not is_one(config, GatingConfig):
+    if not is_instance_by_name(config, GatingConfig):
         raise ValueError(
             f"config must be a gated model's, such as MoaBertConfig (got {type(config).__name__}). "
             "`hf_moa.upcycle` makes a gated model of a plain one."

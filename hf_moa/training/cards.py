@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.model_card import write_trainer_card
 from hf_moa.modeling.config.gating import GatingConfig
 
@@ -46,11 +46,11 @@ class WritesModelCards:
             "dataset": dataset,
             "dataset_args": dataset_args,
         }
-        if not is_one(getattr(self._gated_model(), "config", None), GatingConfig):
+        if not is_instance_by_name(getattr(self._gated_model(), "config", None), GatingConfig):
             super().create_model_card(**facts)
         elif self._has_card():
             write_trainer_card(self, self.args.output_dir, **facts)
 
     def _has_card(self) -> bool:
         config = getattr(self._gated_model(), "config", None)
-        return self.is_world_process_zero() and is_one(config, GatingConfig)
+        return self.is_world_process_zero() and is_instance_by_name(config, GatingConfig)

@@ -1,6 +1,6 @@
 """Block coordinate descent for MAE (Peng et al. 2020, section 3.2): gates and experts in turn.
 
-A G step updates the gates alone, on the mixture, by plain SGD; an F step updates everything else,
+A G step updates only the gates, on the mixture, by plain SGD; an F step updates everything else,
 each sequence through one expert that its gates draw. G steps are taken in every n-th epoch, each
 before the F step on the same accumulated batch:
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.modeling.core.process_sum import has_several_processes
 from hf_moa.modeling.core.sharding import DTensor
 from hf_moa.modeling.mae.mixture import MaeGate
@@ -37,7 +37,7 @@ def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for module in model.modules()
-        if is_one(module, MaeGate)
+        if is_instance_by_name(module, MaeGate)
         for parameter in module.parameters()
         if parameter.requires_grad
     ]

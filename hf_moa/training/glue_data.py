@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from hf_moa.extras import from_extra
+
+with from_extra("train"):
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 logger = logging.getLogger(__name__)
 

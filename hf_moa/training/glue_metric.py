@@ -8,10 +8,13 @@ the same keys and values and needs no network:
     {'accuracy': 0.6666666666666666}
 """
 
-import datasets
-import evaluate
-from scipy.stats import pearsonr, spearmanr
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from hf_moa.extras import from_extra
+
+with from_extra("train"):
+    import datasets
+    import evaluate
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 ACCURACY_TASKS = (
     "sst2",

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
-from hf_moa.kinds import is_one
+from hf_moa.gated_models import is_instance_by_name
 from hf_moa.modeling.core.gated_model import GatedModel
 
 from .checkpoints import written_whole
@@ -38,7 +38,7 @@ class SavesWholeCheckpoints:
                 self._staged = None
             self.state.best_model_checkpoint = best_checkpoint  # not the one of another name
             gated = self._gated_model()
-            if self.args.should_save and self.is_fsdp_enabled and is_one(gated, GatedModel):
+            if self.args.should_save and self.is_fsdp_enabled and is_instance_by_name(gated, GatedModel):
                 gated.save_config(staged)  # shards come without
             if self.args.should_save:
                 self.state.save_to_json(str(staged / "trainer_state.json"))

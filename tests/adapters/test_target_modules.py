@@ -37,7 +37,7 @@ def test_defaults_are_those_of_the_backbone(name, fields, method):
 
 
 def test_what_peft_knows_of_a_model_itself_stays(monkeypatch):
-    from hf_moa.peft_targets import register_target_modules
+    from hf_moa.peft_registration import register_target_modules
 
     table = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     monkeypatch.setitem(table, "moa_bert", ["key"])

@@ -7,7 +7,7 @@ import run_clm_no_trainer
 import run_mlm_no_trainer
 import run_translation_no_trainer
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate_state import forget_accelerator
 from safetensors.torch import load_file
 from script_runs import command_line
 
@@ -34,12 +34,6 @@ def made_up_lines(count, seed):
     for _ in range(count):
         picked = torch.randint(len(words), (7,), generator=generator).tolist()
         yield " ".join(words[i] for i in picked) + " .\n"
-
-
-def forget_accelerator():
-    """Accelerate keeps the settings of a process; a script has one of its own."""
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
 
 
 def make_arguments(folder, task, **changes):

@@ -1,4 +1,4 @@
-"""The example scripts find what they share in their own folder, as when they are run."""
+"""The example scripts are imported from their own folder."""
 
 import importlib
 import sys
@@ -9,13 +9,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from accelerate_runs import forget_accelerator, make_arguments
-from accelerate_training import GatedTraining
+from accelerate_runs import make_arguments
+from accelerate_state import fresh_accelerator  # noqa: F401 - fixture
+
+from hf_moa.recipes.accelerate import GatedTraining
 
 
 @pytest.fixture
-def import_anew(monkeypatch):
-    """folder -> an import of its files: anew in each test, beside files of the same names elsewhere."""
+def fresh_import(monkeypatch):
+    """folder -> an import of its files: again in each test, beside files of the same names elsewhere."""
     names, hidden = set(), {}
 
     def import_of(folder):
@@ -33,14 +35,7 @@ def import_anew(monkeypatch):
 
 
 @pytest.fixture
-def fresh_accelerator():
-    forget_accelerator()
-    yield
-    forget_accelerator()
-
-
-@pytest.fixture
-def arguments(fresh_accelerator, tmp_path):
+def arguments(fresh_accelerator, tmp_path):  # noqa: F811
     """Makes the flags of an Accelerate script."""
     return partial(make_arguments, tmp_path)
 

@@ -14,9 +14,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
 @pytest.fixture
-def benchmarks(import_anew):
+def benchmarks(fresh_import):
     """Imports a file of the folder."""
-    return import_anew(FOLDER)
+    return fresh_import(FOLDER)
 
 
 def test_compare_reports_ratios_to_the_first(monkeypatch):

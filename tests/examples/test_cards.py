@@ -21,9 +21,9 @@ def measured(text):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_card_and_report_agree(import_anew, tmp_path, capsys, name):
+def test_card_and_report_agree(fresh_import, tmp_path, capsys, name):
     card = ROOT / "model_cards" / f"{name}.md"
-    import_anew(FOLDER)(name).EXPERIMENT.main(["--report", str(tmp_path)])
+    fresh_import(FOLDER)(name).EXPERIMENT.main(["--report", str(tmp_path)])
     text = card.read_text(encoding="utf-8")
     report, shown = measured(capsys.readouterr().out), measured(text)
     assert len(shown) > 3

@@ -31,10 +31,10 @@ TINY_T5 = {"d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 1
 
 
 @pytest.fixture
-def reproduce(import_anew):
+def reproduce(fresh_import):
     """Imports a script of the folder."""
     forget_accelerator()
-    return import_anew(FOLDER)
+    return fresh_import(FOLDER)
 
 
 def sentences(count, seed):

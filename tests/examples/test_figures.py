@@ -10,8 +10,8 @@ STEPS = (10, 20)  # a longer run's perplexity is that much higher
 
 
 @pytest.fixture
-def figures(import_anew):
-    return import_anew(FOLDER)("figures")
+def figures(fresh_import):
+    return fresh_import(FOLDER)("figures")
 
 
 @pytest.fixture

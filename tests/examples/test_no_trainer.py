@@ -6,24 +6,24 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
-import accelerate_arguments
 import pytest
 import torch
 from accelerate import DistributedType, tracking
 from accelerate.tracking import GeneralTracker
-from accelerate_arguments import AccelerateArguments
-from accelerate_checkpoints import find_checkpoints
-from accelerate_optimizers import SMALLEST_SIZE, make_optimizer
 from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, cut_unevenly, evaluations, log, run, weights
-from gating_arguments import GatingArguments
 from launching import launch
 from safetensors.torch import load_file
 from script_runs import command_line
-from text_training import ModelArguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_moa.markdown import cell, split_sections
 from hf_moa.model_card import checkpoint_card, read_card
+from hf_moa.recipes.accelerate import AccelerateArguments
+from hf_moa.recipes.accelerate import arguments as accelerate_arguments
+from hf_moa.recipes.accelerate.checkpoints import find_checkpoints
+from hf_moa.recipes.accelerate.optimizers import SMALLEST_SIZE, make_optimizer
+from hf_moa.recipes.gating import GatingArguments
+from hf_moa.recipes.models import ModelArguments
 from hf_moa.run_results import budget_table
 
 
@@ -387,7 +387,7 @@ def test_starts_from_a_checkpoint(arguments, tmp_path):
         ),
         (
             {"train_sampling_strategy": "group_by_length"},
-            "`train_sampling_strategy` group_by_length needs rows of several lengths",
+            "`train_sampling_strategy` group_by_length needs sequences of several lengths",
         ),
         ({"eval_steps": 0}, "`eval_steps` must be at least 1"),
         ({"max_grad_norm": -1}, r"`max_grad_norm` must be at least 0, .*\(got -1"),

@@ -1,6 +1,5 @@
 """What the Accelerate scripts make of texts."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,10 @@ import run_mlm_no_trainer
 import torch
 from accelerate_runs import SCRIPTS, cut_unevenly, made_up_lines, run
 from datasets import Dataset
-from text_blocks import TextBlocks, encode
 from transformers import AutoTokenizer
 
 from hf_moa.quickstart.tokenizer import pack, train_tokenizer
+from hf_moa.recipes.text_blocks import TextBlocks
 
 
 def test_line_ends_can_be_left_out(arguments, monkeypatch):
@@ -102,7 +101,7 @@ def test_lines_are_padded_to_one_length(arguments, caught):
         ({"max_seq_length": 2}, r"`max_seq_length` must be at least 3, .* \(got 2\)"),
         (
             {"train_sampling_strategy": "group_by_length"},
-            "group_by_length needs rows of several lengths",
+            "group_by_length needs sequences of several lengths",
         ),
     ],
 )
@@ -119,19 +118,6 @@ def test_lines_of_similar_length_come_together(arguments, caught):
         run("mlm", values)
     padding = [sum((batch["attention_mask"] == 0).sum() for batch in each.loader) for each in caught]
     assert padding[1] < padding[0]
-
-
-@pytest.mark.parametrize("workers", [None, 2])
-def test_workers_share_the_lines(workers):
-    def tokenizer(lines, **options):
-        return {"input_ids": [[os.getpid()] * int(line) for line in lines]}
-
-    numbers = [i % 3 for i in range(2000)]
-    ids, lengths = encode([f"{number}\n" for number in numbers], tokenizer, workers)
-    assert lengths.tolist() == numbers
-    assert len(ids) == sum(numbers)
-    processes = set(ids.tolist())
-    assert processes == {os.getpid()} if workers is None else len(processes - {os.getpid()}) == 2
 
 
 @pytest.mark.parametrize("task", SCRIPTS)

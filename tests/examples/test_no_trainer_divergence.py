@@ -2,19 +2,19 @@
 
 from types import SimpleNamespace
 
-import accelerate_training
 import pytest
 import run_clm_no_trainer
 import torch
 from accelerate_runs import run
 from transformers import default_data_collator
 
+from hf_moa.recipes.accelerate import training
 from hf_moa.training import TrainingDivergedError
 
 
 def test_infinite_loss_stops_a_run_with_a_scaler(arguments, monkeypatch):
     """Which skips the updates of infinite gradients, and would go on for ever."""
-    backward = accelerate_training.GatedTraining._backward
+    backward = training.GatedTraining._backward
 
     def poisoned(self, *args):
         self.accelerator.scaler = SimpleNamespace(scale=lambda loss: loss)
@@ -23,8 +23,8 @@ def test_infinite_loss_stops_a_run_with_a_scaler(arguments, monkeypatch):
             p.grad = p.grad * float("nan")
         return outputs, loss * float("nan")
 
-    monkeypatch.setattr(accelerate_training.GatedTraining, "_backward", poisoned)
-    monkeypatch.setattr(accelerate_training.Accelerator, "unscale_gradients", lambda self: None)
+    monkeypatch.setattr(training.GatedTraining, "_backward", poisoned)
+    monkeypatch.setattr(training.Accelerator, "unscale_gradients", lambda self: None)
     with pytest.raises(TrainingDivergedError, match="The loss is infinite"):
         run("clm", arguments("clm"))
 
@@ -37,13 +37,13 @@ def test_divergence_stops_after_saving(arguments, tmp_path):
 
 
 def test_loss_that_is_not_finite_stops_a_run_whatever_its_gradients(arguments, monkeypatch):
-    backward = accelerate_training.GatedTraining._backward
+    backward = training.GatedTraining._backward
 
     def poisoned(self, *args):
         outputs, loss = backward(self, *args)
         return outputs, loss * float("nan")
 
-    monkeypatch.setattr(accelerate_training.GatedTraining, "_backward", poisoned)
+    monkeypatch.setattr(training.GatedTraining, "_backward", poisoned)
     with pytest.raises(TrainingDivergedError, match="The loss is infinite or no number"):
         run("clm", arguments("clm"))
 

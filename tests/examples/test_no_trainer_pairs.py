@@ -57,7 +57,7 @@ def test_counts_are_positive(name, arguments):
 
 def test_pairs_of_one_length_are_not_grouped_by_it(arguments):
     changes = {"pad_to_max_length": True, "train_sampling_strategy": "group_by_length"}
-    with pytest.raises(ValueError, match="group_by_length needs rows of several lengths"):
+    with pytest.raises(ValueError, match="group_by_length needs sequences of several lengths"):
         run("translation", arguments("translation", **changes))
 
 

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
-from accelerate_checkpoints import find_checkpoints
 from accelerate_runs import SCRIPTS, cut_unevenly, evaluations, log, run, weights
 from script_runs import command_line
+
+from hf_moa.recipes.accelerate.checkpoints import find_checkpoints
 
 
 @pytest.mark.parametrize("task", SCRIPTS)

@@ -10,8 +10,8 @@ FOLDER = Path(__file__).parents[2] / "examples" / "reproduce"
 
 
 @pytest.fixture
-def experiment(import_anew, monkeypatch):
-    adapters = import_anew(FOLDER)("adapters")
+def experiment(fresh_import, monkeypatch):
+    adapters = fresh_import(FOLDER)("adapters")
     monkeypatch.setattr(adapters, "SEEDS", (1,))
     monkeypatch.setattr(adapters, "FRACTIONS", (0.5, 1.0))
     monkeypatch.setattr(adapters, "EVALUATIONS", 1)

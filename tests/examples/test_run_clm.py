@@ -10,10 +10,10 @@ import run_clm
 import torch
 from datasets import Dataset
 from script_runs import command_line, read_json
-from text_files import read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_moa
+from hf_moa.recipes.files import read_lines
 
 SIZES = "n_layer=2,n_embd=32,n_head=4,n_positions=16"
 SENTENCE = "the a cat dog sat ran on under mat tree red blue it she he was not very"
@@ -68,7 +68,7 @@ def saved_model(arguments):
 def checkpoint(tmp_path_factory, files):
     """A plain GPT-2 with its tokenizer."""
     path = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = run_clm.train_tokenizer(list(made_up_lines(60, 0)), 300)
+    tokenizer = run_clm.train_text_tokenizer(list(made_up_lines(60, 0)), 300)
     tokenizer.save_pretrained(path)
     torch.manual_seed(0)
     config = GPT2Config(
@@ -127,20 +127,6 @@ def test_perplexity_is_that_of_every_token_of_the_file(arguments):
         assert results[f"{prefix}_lines"] == 25
         expected = math.exp(total / len(text.split()))
         assert results[f"{prefix}_word_perplexity"] == pytest.approx(expected)
-
-
-def test_blocks_predict_every_token_but_the_first_once():
-    tokenizer = run_clm.train_tokenizer(["ab"], 300)
-    for num_tokens, block_size in ((3, 8), (8, 8), (9, 8), (40, 7)):
-        blocks = run_clm.TextBlocks(["\x01" * (num_tokens - 1)], tokenizer, block_size)
-        blocks.ids = torch.arange(num_tokens)
-        predicted = []
-        for i in range(len(blocks)):
-            block = blocks[i]
-            assert len(block["input_ids"]) == min(block_size, num_tokens)
-            predicted += block["labels"][1:][block["labels"][1:] != -100].tolist()
-            assert block["labels"][0] == -100
-        assert predicted == list(range(1, num_tokens))
 
 
 def test_a_part_of_the_text_has_no_word_perplexity(arguments):
@@ -247,7 +233,7 @@ def test_stopped_run_resumes_as_if_it_had_not_stopped(arguments, tmp_path):
 
 def test_the_same_text_gives_the_same_tokenizer():
     lines = list(made_up_lines(60, 0))
-    vocabularies = [run_clm.train_tokenizer(lines, 300).get_vocab() for _ in range(3)]
+    vocabularies = [run_clm.train_text_tokenizer(lines, 300).get_vocab() for _ in range(3)]
     assert vocabularies[0] == vocabularies[1] == vocabularies[2]
     assert len(vocabularies[0]) == 300
 

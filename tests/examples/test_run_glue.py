@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from few_words import SENTENCE, WORDS, write_tokenizer
 from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
 from script_runs import command_line, read_json
-from text_training import train_byte_level_bpe
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -27,10 +27,9 @@ from transformers import (
 
 import hf_moa
 from hf_moa import cli
+from hf_moa.recipes.tokenizers import train_byte_level_bpe
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "run_glue.py"
-SENTENCE = "the a cat dog sat ran on under mat tree red blue . it she he was not very"
-WORDS = SENTENCE.split()
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +47,10 @@ def run_glue():
 def checkpoint(tmp_path_factory):
     """A bare BERT encoder with its tokenizer."""
     path = tmp_path_factory.mktemp("checkpoint")
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    (path / "vocab.txt").write_text("\n".join(vocab) + "\n")
-    BertTokenizer(vocab=str(path / "vocab.txt"), model_max_length=32).save_pretrained(path)
+    vocab_size = write_tokenizer(path)
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=len(vocab),
+        vocab_size=vocab_size,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -287,7 +284,7 @@ def assert_answers_as_trained(run_glue, arguments, model):
 
 @pytest.mark.parametrize("has_pooler", [False, True])
 def test_adapter_of_a_gated_checkpoint(run_glue, arguments, has_pooler, tmp_path, monkeypatch):
-    """What the checkpoint lacks beside the head, as a masked language model the pooler, is drawn anew:
+    """What the checkpoint lacks beside the head, as a masked language model the pooler, is newly drawn:
     the adapter's base is then another model."""
     base = tmp_path / "gated"
     config = BertConfig.from_pretrained(arguments["model_name_or_path"])

@@ -137,7 +137,7 @@ def test_references_are_found_in_any_order_and_are_not_cut_off(arguments):
     pairs = run_translation.load_pairs(
         run_translation.DataTrainingArguments(**only_data(arguments)), "test"
     )
-    tokenizer = run_translation.train_tokenizer(pairs, 300)
+    tokenizer = run_translation.train_translation_tokenizer(pairs, 300)
     data_args = run_translation.DataTrainingArguments(max_target_length=6)
     dataset = run_translation.tokenize(pairs, tokenizer, data_args, None)
     metric = run_translation.BleuMetric(tokenizer, dataset)
@@ -277,7 +277,7 @@ def test_checkpoint_is_converted_and_translates_as_before(arguments, tmp_path):
     pairs = run_translation.load_pairs(
         run_translation.DataTrainingArguments(**only_data(arguments)), "train"
     )
-    tokenizer = run_translation.train_tokenizer(pairs, 300)
+    tokenizer = run_translation.train_translation_tokenizer(pairs, 300)
     tokenizer.save_pretrained(tmp_path / "checkpoint")
     config = T5Config(
         d_model=32,

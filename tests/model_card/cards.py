@@ -10,9 +10,9 @@ from test_pipelines import tokenizer
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_moa import MoaBertConfig
+from hf_moa.cli import card as command
 from hf_moa.markdown import split_sections
 from hf_moa.model_card import DataUsed, TrainingFacts, eval_results, model_card
-from hf_moa_cli import card as command
 
 FIELDS = {"attention_type": "moa", "cct_budgets": [1, 0.5], "num_attention_experts": 6}
 LOGS = {"logging_strategy": "steps", "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1}

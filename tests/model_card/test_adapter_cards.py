@@ -26,9 +26,9 @@ from training_runs import build, run
 from hf_moa import FTGConfig, MoaBertConfig
 from hf_moa.adapter_files import base_beside
 from hf_moa.adapters import push_to_hub
+from hf_moa.cli.command import load_checkpoint
 from hf_moa.model_card import Adapter, model_card, read_card, trainer_card
 from hf_moa.modeling.ftg.config import ADAPTER_PLACE
-from hf_moa_cli.command import load_checkpoint
 
 ADAPTERS = {
     "ftg": FTGConfig(task_type="SEQ_CLS", plus=True),

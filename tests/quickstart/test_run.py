@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_moa
+from hf_moa.cli import main
 from hf_moa.quickstart import run
 from hf_moa.quickstart.corpus import Docstring, Example, build_corpus
 from hf_moa.quickstart.gates import choose_example, expert_weights_by_class, token_compute
@@ -15,7 +16,6 @@ from hf_moa.quickstart.run import run_quickstart
 from hf_moa.quickstart.settings import QuickstartSettings
 from hf_moa.quickstart.tokenizer import train_tokenizer
 from hf_moa.quickstart.train import _unigram_loss
-from hf_moa_cli import main
 
 LABELS = ["asyncio", "email"]
 

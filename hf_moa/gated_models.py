@@ -1,0 +1,34 @@
+"""Finding gated models and their parts, also those of a checkpoint's own code.
+
+A checkpoint that was loaded with `trust_remote_code=True` before `import hf_moa` has classes of its own,
+which have the names of the package's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_moa.modeling.core.gated_model import GatedModel
+
+
+def is_instance_by_name(thing: Any, kind: type) -> bool:
+    """Whether `thing` is an instance of the package's class `kind`, or of its namesake in a checkpoint's
+    own code."""
+    return any(each.__name__ == kind.__name__ for each in type(thing).__mro__)
+
+
+def gated_model_of(model: nn.Module) -> GatedModel:
+    """The gated model in a wrapper of PEFT, `torch.compile` or `DataParallel`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for module in model.modules():
+        if is_instance_by_name(module, GatedModel):
+            return module
+    raise ValueError(
+        f"model must be one of hf_moa's, which have gates (got {type(model).__name__}); "
+        "`hf_moa.upcycle` makes one of a BERT, GPT-2 or T5."
+    )

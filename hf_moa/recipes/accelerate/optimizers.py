@@ -1,0 +1,52 @@
+"""The optimisers of the loop."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+
+from hf_moa.training import gate_parameters
+
+from .arguments import AccelerateArguments
+
+# Adafactor's steps are relative to a weight's root mean square, or to this where that is smaller: gates
+# start at or near zero, and with the usual 0.001 would stay there
+SMALLEST_SIZE = 0.02
+
+
+def make_optimizer(
+    args: AccelerateArguments, model: nn.Module, accelerator: Accelerator, *, gates: bool
+) -> torch.optim.Optimizer:
+    """AdamW or Adafactor, over parameters that are trained; weight decay not for biases and norms.
+
+    Args:
+        gates: whether MAE's gates are among them (block coordinate descent has an optimiser of its own).
+
+    Raises:
+        ValueError: Adafactor, whose steps follow from whole weights, where weights are in shards.
+    """
+    groups = _parameter_groups(model, args.weight_decay, gates=gates)
+    if args.optim == "adamw":
+        return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.adam_beta2))
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        raise ValueError(
+            "`optim` adafactor takes a weight's size and its rows' and columns' means from the whole "
+            f"weight, which no process has under {accelerator.distributed_type.value} (got optim="
+            "adafactor). Choose adamw, or train without shards."
+        )
+    return torch.optim.Adafactor(groups, lr=args.learning_rate, eps=(None, SMALLEST_SIZE))
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> list[dict]:
+    out = set() if gates else {id(p) for p in gate_parameters(model)}
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in out:
+            # experts' biases are of two dimensions
+            is_weight = parameter.ndim >= 2 and not name.endswith("bias")
+            (decayed if is_weight else others).append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
