@@ -15,6 +15,7 @@ _TAKEN = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "LICENSE",
+    "SECURITY.md",
     "examples/**/*.md",
     "examples/**/*.py",
     "examples/**/*.yaml",
