@@ -23,8 +23,7 @@ _TAKEN = (
     "model_cards/**/*.md",
     "model_cards/**/*.svg",
 )
-_LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)")
-_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", flags=re.DOTALL)
+_LINK = re.compile(r"(?P<start>!?\[(?P<text>[^\]]*)\]\()(?P<target>[^)\s#]+)(?P<end>[^)]*\))")
 
 
 def on_files(files: Files, config) -> Files:
@@ -39,19 +38,20 @@ def on_files(files: Files, config) -> Files:
 def on_page_markdown(markdown: str, page, config, files: Files) -> str:
     """Point links at the places that files have in the site."""
     uri = page.file.src_uri
-    outside = page.file.generated_by is not None
-    home = posixpath.dirname(uri if outside else f"docs/{uri}")
+    is_added = page.file.generated_by is not None
+    home = posixpath.dirname(uri if is_added else f"docs/{uri}")
 
     def relinked(match: re.Match) -> str:
-        start, target = match.groups()
-        if re.match(r"[a-z]+:", target):
+        if re.match(r"[a-z]+:", match["target"]):
             return match.group()
-        # the path in the repository, and what of it the site has
-        place = posixpath.normpath(posixpath.join(home, target)).removeprefix("docs/")
-        if (ROOT / place).is_dir() and not place.endswith(".md"):
-            place = next((p for p in (f"{place}/README.md",) if files.get_file_from_path(p)), place)
-        if place == "README.md":
-            place = "index.md"
-        return start + posixpath.relpath(place, posixpath.dirname(uri) or ".")
+        # in the repository
+        place = posixpath.normpath(posixpath.join(home, match["target"]))
+        if (ROOT / place).is_dir():
+            if not (ROOT / place / "README.md").is_file():
+                return match["text"]  # a folder has no page
+            place = f"{place}/README.md"
+        # in the site
+        place = "index.md" if place == "README.md" else place.removeprefix("docs/")
+        return match["start"] + posixpath.relpath(place, posixpath.dirname(uri) or ".") + match["end"]
 
     return _LINK.sub(relinked, markdown)

@@ -284,10 +284,17 @@ def test_links_lead_somewhere():
     missing = []
     for document in documents:
         text = document.read_text(encoding="utf-8")
-        for target in re.findall(r"\]\((?![a-z]+:)([^)\s#]+)(?:#[^)\s]*)?\)", text):
-            if not (document.parent / target).exists():
-                missing.append((document.relative_to(ROOT).as_posix(), target))
+        for target, place in re.findall(r"\]\((?![a-z]+:)([^)\s#]*)(?:#([^)\s]*))?\)", text):
+            file = document.parent / target if target else document
+            if not file.exists() or (place and place not in places_of(file)):
+                missing.append((document.relative_to(ROOT).as_posix(), target, place))
     assert not missing
+
+
+def places_of(file: Path) -> set[str]:
+    """What a link can name of a page: its headings, in lower case and with hyphens."""
+    headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_site_builds(tmp_path):
