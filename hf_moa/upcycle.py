@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import fields
 from typing import Any
 
 import transformers
@@ -18,6 +17,7 @@ from transformers.utils import logging
 
 from .gated_models import is_instance_by_name
 from .modeling.config.gating import GatingConfig
+from .modeling.core.mechanism import gating_field_names
 from .upcycling.families import TASKS, Family, family_of
 from .upcycling.weights import convert
 
@@ -163,8 +163,7 @@ def _target_config(
     source: PreTrainedConfig, attention_type: str, config_fields: dict[str, Any]
 ) -> GatingConfig:
     family = family_of(source)
-    gating = {field.name for field in fields(GatingConfig)}
-    allowed = gating | set(family.extra_fields)
+    allowed = {*gating_field_names(), *family.extra_fields}
     unknown = sorted(set(config_fields) - allowed)
     if unknown:
         raise ValueError(
@@ -228,7 +227,7 @@ def _build(
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-    new = [name for name in report["missing_keys"] if not _is_gate(name)]
+    new = [name for name in report["missing_keys"] if name not in _gates(model)]
     if new or report["unexpected_keys"] or report["mismatched_keys"]:
         raise ValueError(
             f"The weights of {type(source).__name__} do not fit {target_class.__name__}: missing "
@@ -242,7 +241,11 @@ def _build(
     return model.to(source.device).eval()
 
 
-def _is_gate(name: str) -> bool:
-    """Whether a parameter belongs to what the source cannot have: MAE gates, routers, CCT."""
-    parts = ("gate", "router", "cct", "control", "feed_forward_gate")
-    return any(part in parts for part in name.split("."))
+def _gates(model: PreTrainedModel) -> set[str]:
+    """The parameters that the source cannot have: of gates, and CCT's control symbols."""
+    return {
+        f"{place}.{name}"
+        for place, module in model.named_modules()
+        if hasattr(module, "gate_kind") or "control_symbols" in module._modules
+        for name in module.state_dict()
+    }

@@ -83,6 +83,12 @@ def mechanisms_of(config: Any) -> list[Mechanism]:
     return [mechanism for mechanism in MECHANISMS.values() if mechanism.is_on(config)]
 
 
+def gating_field_names() -> list[str]:
+    """The configuration fields of all mechanisms, and those that choose between them."""
+    of_mechanisms = (name for mechanism in MECHANISMS.values() for name in mechanism.defaults)
+    return ["attention_type", "ffn_type", *of_mechanisms]
+
+
 def attention_types() -> tuple[str, ...]:
     """The values of `attention_type`."""
     return ("mha", *(m.attention_type for m in MECHANISMS.values() if m.attention_type))
