@@ -7,21 +7,24 @@ imported already, and otherwise at the end of its import, whoever imports it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Gated models have the modules of their backbones.
-_BACKBONES = {"moa_bert": "bert", "moa_gpt2": "gpt2", "moa_t5": "t5"}
 
+def register_with_peft(backbones: Mapping[str, str]) -> None:
+    """Tell PEFT now, or as soon as it is imported.
 
-def register_with_peft() -> None:
-    """Tell PEFT now, or as soon as it is imported."""
+    Args:
+        backbones: the model types of gated models -> those of their backbones, whose modules they have.
+    """
+    register = partial(_register, backbones)
     if "peft" in sys.modules:
-        _register()
+        register()
     else:
-        sys.meta_path.insert(0, _AfterImport("peft", _register))
+        sys.meta_path.insert(0, _AfterImport("peft", register))
 
 
 def register_target_modules(model_type: str, backbone: str) -> None:
@@ -42,10 +45,10 @@ def register_target_modules(model_type: str, backbone: str) -> None:
             table.setdefault(model_type, table[backbone])
 
 
-def _register() -> None:
+def _register(backbones: Mapping[str, str]) -> None:
     from .modeling.ftg import model  # noqa: F401 - registers FTG
 
-    for model_type, backbone in _BACKBONES.items():
+    for model_type, backbone in backbones.items():
         register_target_modules(model_type, backbone)
 
 

@@ -6,32 +6,26 @@ only of transformers' own. It cannot wait until the auto classes are imported:
 imported.
 """
 
-from types import ModuleType
-
 import transformers
 
-from .modeling.bert import model as bert
-from .modeling.bert.configuration import MoaBertConfig
+from .families import FAMILIES
 from .modeling.checkpoint_code import write_code
-from .modeling.config.gating import GatingConfig
-from .modeling.gpt2 import model as gpt2
-from .modeling.gpt2.configuration import MoaGPT2Config
-from .modeling.t5 import model as t5
-from .modeling.t5.configuration import MoaT5Config
+from .modeling.core.family import Family
 from .peft_registration import register_with_peft
 
 
-def _register(config_class: type[GatingConfig], models: ModuleType, tokenizer_class: type) -> None:
+def _register(family: Family) -> None:
     """Make a family known to the auto classes, and its checkpoints carry its code."""
+    config_class = family.config_class
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     config_class.write_code = write_code
     for auto_name, model_name in config_class.auto_classes.items():
-        model_class = getattr(models, model_name)
+        model_class = getattr(family.models, model_name)
         getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
+    tokenizer_class = getattr(transformers, family.tokenizer)
     transformers.AutoTokenizer.register(config_class, tokenizer_class, exist_ok=True)
 
 
-_register(MoaBertConfig, bert, transformers.BertTokenizer)
-_register(MoaGPT2Config, gpt2, transformers.GPT2Tokenizer)
-_register(MoaT5Config, t5, transformers.T5Tokenizer)
-register_with_peft()
+for _family in FAMILIES:
+    _register(_family)
+register_with_peft({family.config_class.model_type: family.model_type for family in FAMILIES})

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from .families import TASKS, Family, family_of
 from .gated_models import is_instance_by_name
 from .modeling.config.gating import GatingConfig
 from .modeling.core.mechanism import gating_field_names
-from .upcycling.families import TASKS, Family, family_of
-from .upcycling.weights import convert
+from .pretrained_weights import convert
 
 __all__ = ["TASKS", "upcycle"]
 

@@ -17,9 +17,9 @@ from hf_moa import MoaBertConfig, MoaBertForMultipleChoice
 from hf_moa.cli import main
 from hf_moa.cli.command import load_checkpoint
 from hf_moa.cli.gating_fields import gating_fields
+from hf_moa.families import TASKS
 from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
-from hf_moa.upcycling.families import TASKS
 
 
 @pytest.fixture(scope="module")

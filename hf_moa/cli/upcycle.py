@@ -9,7 +9,7 @@ from .command import add_command, budget, given, tokenizer_of, without_bars
 from .gating_fields import GatingField, gating_fields
 
 _MARKER = "config.json"
-# `hf_moa.upcycling.families.TASKS`, which would import torch.
+# `hf_moa.families.TASKS`, which would import torch.
 _TASKS = (
     "feature-extraction",
     "fill-mask",

@@ -12,13 +12,13 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_moa.expert_load import expert_load_table
+from hf_moa.families import family_of
 from hf_moa.gated_models import is_instance_by_name
 from hf_moa.hub_names import is_hub_id
 from hf_moa.markdown import cell, union_table
 from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.run_facts import TrainingFacts
 from hf_moa.run_results import budget_table
-from hf_moa.upcycling.families import family_of
 
 from .data_and_results import data_table, result_table
 from .mechanisms import citations, mechanism_phrases, mechanism_tags, mechanisms_in_words

@@ -549,3 +549,19 @@ def test_public_names():
 def test_base_models_are_what_automodel_gives():
     for case in LANGUAGE_MODELS:
         assert type(AutoModel.from_config(case.config())).__name__.endswith("Model")
+
+
+@pytest.mark.parametrize("with_labels", [True, False])
+@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@each_head
+def test_auxiliary_loss_is_an_entry_wherever_it_is_an_attribute(case, training, with_grad, with_labels):
+    model = case.build(attention_type="moa").train(training)
+    inputs = case.inputs() | (case.labels() if with_labels else {})
+    with torch.set_grad_enabled(with_grad):
+        output = model(**inputs)
+    assert ("aux_loss" in output) == (output.aux_loss is not None) == (with_grad or with_labels)
+    assert ("expert_load" in output) == (output.expert_load is not None)
+    found = {**output, **output.batch_terms}  # in inference they are beside the entries
+    assert found["aux_loss"] > 0
+    assert found["expert_load"]

@@ -1,5 +1,7 @@
 """The configurations: defaults, rules, and errors that name the field, the rule and the value."""
 
+import re
+
 import pytest
 import torch
 from common import TINY, tiny_config
@@ -238,3 +240,71 @@ def test_heads_of_keys_follow_from_the_attention(family):
     plain = family.config(num_key_value_heads=4)
     assert not hasattr(plain, "num_key_value_heads")
     assert "num_key_value_heads" not in plain.to_dict()
+
+
+# --- fields that do nothing, or are none -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ({"attention_typ": "mae"}, "did you mean attention_type"),
+        ({"cct_buget": [1, 0.5]}, "did you mean cct_budgets"),
+        ({"mae_gate_windows": 3}, "did you mean mae_gate_window"),
+        ({"num_ffn_expert": 4}, "did you mean num_ffn_experts"),
+        ({"router_temperature": 2.0}, "there are router_type, router_balance_loss_coef"),
+        ({"moa_experts": 8}, "there are"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", [BERT, GPT2, T5], ids=lambda family: family.name)
+def test_misspelled_gating_fields_are_refused(family, field, hint, tmp_path):
+    ((name, value),) = field.items()
+    message = (
+        rf"{family.config_class.__name__} has no field {name} \(got {re.escape(repr(value))}\): {hint}"
+    )
+    with pytest.raises(ValueError, match=message):
+        family.config(**field)
+    family.config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        family.config_class.from_pretrained(tmp_path, **field)
+
+
+def test_fields_of_others_are_kept():
+    config = MoaBertConfig(my_own_field=3, num_experts=4, router_aux_loss_coef=0.1)
+    assert (config.my_own_field, config.num_experts) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mae_gate_window": 3}, "MoaBertConfig.mae_gate_window=3 does nothing: mae is off."),
+        (
+            {"attention_type": "mae", "mae_gate_type": "uniform", "mae_gate_dropout": 0.2},
+            "MoaBertConfig.mae_gate_dropout=0.2 does nothing: mae_gate_type='uniform' has no gates.",
+        ),
+        (
+            {"num_attention_experts": 9},
+            "MoaBertConfig.num_attention_experts=9 does nothing: moa is off.",
+        ),
+        ({"router_type": "noisy_topk"}, "MoaBertConfig.router_type='noisy_topk' does nothing"),
+        ({"cct_noise_max": 1.0}, "MoaBertConfig.cct_noise_max=1.0 does nothing: cct is off."),
+        ({"attention_type": "mae", "mae_gate_window": 3}, None),
+        ({"ffn_type": "moe", "router_type": "noisy_topk", "num_ffn_experts": 3}, None),
+        ({"output_router_logits": True}, None),
+    ],
+    ids=str,
+)
+def test_fields_without_effect_are_named_once(fields, message, monkeypatch, tmp_path):
+    said = []
+    monkeypatch.setattr("hf_moa.modeling.config.gating.logger.warning_once", said.append)
+    config = MoaBertConfig(**fields)
+    assert len(said) == (message is not None)
+    assert message is None or said[0].startswith(message)
+    config.save_pretrained(tmp_path)
+    said.clear()
+    MoaBertConfig.from_pretrained(tmp_path)  # what was saved was said before
+    assert not said
+    MoaBertConfig().save_pretrained(tmp_path / "plain")
+    MoaBertConfig.from_pretrained(tmp_path / "plain", **fields)
+    assert len(said) == (message is not None)

@@ -73,7 +73,9 @@ class MixtureOfAttentionExperts(MultiHead):
     def num_position_biases(self) -> int:
         return self.num_experts
 
-    def query_projection(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> ExpertInput:
+    def make_query_projection(
+        self, linear: Linear, hidden_size: int, *, bias: bool = True
+    ) -> ExpertInput:
         return ExpertInput(
             num_experts=self.num_experts,
             in_features=hidden_size,
@@ -81,7 +83,9 @@ class MixtureOfAttentionExperts(MultiHead):
             bias=bias,
         )
 
-    def output_projection(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> ExpertOutput:
+    def make_output_projection(
+        self, linear: Linear, hidden_size: int, *, bias: bool = True
+    ) -> ExpertOutput:
         return ExpertOutput(
             num_experts=self.num_experts,
             in_features=self.head_dim,

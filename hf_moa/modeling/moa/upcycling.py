@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_moa.upcycling.weights import AttentionWeights
+from hf_moa.pretrained_weights import AttentionWeights
 
 
 def convert_attention(weights: AttentionWeights, config: Any) -> AttentionWeights:

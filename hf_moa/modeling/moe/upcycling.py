@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moa.upcycling.weights import FeedForwardWeights
+from hf_moa.pretrained_weights import FeedForwardWeights
 
 
 def convert_feed_forward(weights: FeedForwardWeights, config: Any) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .weights import AttentionWeights, FeedForwardWeights, Layout, stored
+from hf_moa.pretrained_weights import AttentionWeights, FeedForwardWeights, Layout, stored
 
 
 class T5Layout(Layout):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .weights import AttentionWeights, FeedForwardWeights, Layout
+from hf_moa.pretrained_weights import AttentionWeights, FeedForwardWeights, Layout
 
 
 class Gpt2Layout(Layout):

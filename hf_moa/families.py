@@ -1,0 +1,30 @@
+"""The backbones that there are: each folder of `modeling` declares a `Family`.
+
+A new one is a folder with its configuration, layers, models, layout and `family.py`, and an entry in
+`FAMILIES`; registration, upcycling, model cards and the command line go through that list.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from .modeling.bert.family import BERT
+from .modeling.core.family import Family
+from .modeling.gpt2.family import GPT2
+from .modeling.t5.family import T5
+
+FAMILIES = (BERT, GPT2, T5)
+TASKS = tuple(dict.fromkeys(task for family in FAMILIES for task in family.tasks))
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The family of a source.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for family in FAMILIES:
+        if config.model_type in (family.model_type, family.config_class.model_type):
+            return family
+    known = ", ".join(repr(family.model_type) for family in FAMILIES)
+    raise ValueError(f"upcycle takes models of type {known} (got {config.model_type!r}).")

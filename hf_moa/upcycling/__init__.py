@@ -1,1 +1,0 @@
-"""From pretrained weights to gated ones; `hf_moa.upcycle` is the door."""
