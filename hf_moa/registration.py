@@ -6,6 +6,8 @@ only of transformers' own. It cannot wait until the auto classes are imported:
 imported.
 """
 
+import sys
+
 import transformers
 
 from .families import FAMILIES
@@ -24,6 +26,8 @@ def _register(family: Family) -> None:
         getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
     tokenizer_class = getattr(transformers, family.tokenizer)
     transformers.AutoTokenizer.register(config_class, tokenizer_class, exist_ok=True)
+    # adapters of version 0.1 name the module of their base so
+    sys.modules[f"hf_moa.modeling.modeling_{config_class.model_type}"] = family.models
 
 
 for _family in FAMILIES:

@@ -57,7 +57,7 @@ def upcycle(
         task: for a path, the head to load: "feature-extraction", "text-classification",
             "token-classification" or "question-answering"; for BERT "fill-mask" or
             "multiple-choice"; for GPT-2 "text-generation"; for T5 "text2text-generation" or
-            "text-encoding" (the encoder alone). A head that the checkpoint lacks starts random.
+            "text-encoding" ((only the encoder)). A head that the checkpoint lacks starts random.
             Default: the class that the checkpoint names in `architectures`.
         model_class: the same as a class or class name, `MoaBertForMaskedLM` or `BertForMaskedLM`.
         load_kwargs: for a path, arguments of `from_pretrained` (`revision`, `dtype`, `num_labels`).

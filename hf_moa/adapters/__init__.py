@@ -1,4 +1,4 @@
-"""FTG and FTG+: finetuning of the gates alone, as PEFT adapters (Peng et al. 2020, section 5.2).
+"""FTG and FTG+: finetuning of only the gates, as PEFT adapters (Peng et al. 2020, section 5.2).
 
     model = get_peft_model(model, FTGConfig(task_type="SEQ_CLS"))
 

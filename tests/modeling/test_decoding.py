@@ -351,7 +351,7 @@ def test_window_is_held_and_no_more():
     full, _ = decoder(model, ids)
     _, cache = decoder(model, ids[:, :280], use_cache=True)
     held = cache.layers[0].states["gate_features"]
-    assert held.rows.shape == (1, 2 + CROP_RESERVE, model.config.mae_gate_hidden_size)
+    assert held.entries.shape == (1, 2 + CROP_RESERVE, model.config.mae_gate_hidden_size)
     with pytest.raises(ValueError, match="activate_past_recording"):
         cache.crop(-CROP_RESERVE - 1)  # and leaves it as it was
     cache.crop(-CROP_RESERVE)

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from hf_moa.modeling.cache.gate_states import CROP_RESERVE, GatedDynamicLayer
-from hf_moa.modeling.cache.growing import AveragedRows
+from hf_moa.modeling.cache.growing import AveragedEntries
 
 RESERVE = 4  # rows held beyond the window
 
@@ -28,7 +28,7 @@ class Reference:
 
 
 def append_one(averaged, reference, window, dtype):
-    new = torch.randn(averaged.rows.shape[0], 1, 6).to(dtype)
+    new = torch.randn(averaged.entries.shape[0], 1, 6).to(dtype)
     held = None if window is None else window + RESERVE
     found = averaged.append_one(new, window=window, held=held)
     reference.append(new)
@@ -44,7 +44,7 @@ def test_mean_is_that_of_the_last_rows_whatever_happens_between(dtype, tolerance
     torch.manual_seed(0)
     choose = random.Random(0)
     start = torch.randn(3, 5, 6).to(dtype)
-    averaged, reference = AveragedRows(start), Reference(start)
+    averaged, reference = AveragedEntries(start), Reference(start)
     with mode():
         for _ in range(200):
             move = choose.choices(("one", "several", "crop", "reorder"), weights=(40, 1, 1, 1))[0]
@@ -68,7 +68,7 @@ def test_mean_is_that_of_the_last_rows_whatever_happens_between(dtype, tolerance
 
 def test_rounding_errors_do_not_add_up():
     """Rows of very different sizes: what a large one leaves behind is gone some steps later."""
-    averaged, reference = AveragedRows(torch.zeros(1, 1, 6)), Reference(torch.zeros(1, 1, 6))
+    averaged, reference = AveragedEntries(torch.zeros(1, 1, 6)), Reference(torch.zeros(1, 1, 6))
     with torch.no_grad():
         for large in (1e6, 1.0):
             for _ in range(200):
@@ -80,7 +80,7 @@ def test_rounding_errors_do_not_add_up():
 
 @pytest.mark.parametrize("window", [3, 20, None])
 def test_what_was_handed_out_stays(window):
-    averaged, reference = AveragedRows(torch.randn(2, 2, 6)), Reference(torch.zeros(2, 0, 6))
+    averaged, reference = AveragedEntries(torch.randn(2, 2, 6)), Reference(torch.zeros(2, 0, 6))
     with torch.no_grad():
         found = append_one(averaged, reference, window, torch.float32)
         before, other = found.clone(), copy.deepcopy(averaged)
@@ -88,7 +88,7 @@ def test_what_was_handed_out_stays(window):
         assert torch.equal(found, before)
         new = torch.randn(2, 1, 6)
         mean = other.append_one(new, window=window, held=None)
-        expected = other.rows if window is None else other.rows[:, -window:]
+        expected = other.entries if window is None else other.entries[:, -window:]
         torch.testing.assert_close(mean, expected.mean(dim=1, keepdim=True))
 
 

@@ -260,7 +260,7 @@ def test_auto_skips_where_enough_is_closed(dtype):
 def test_what_is_saved_by_skipping(few, monkeypatch):
     """A part without tokens saves the reading of its matrix, too; one with some, the closed ones."""
     monkeypatch.setattr("hf_moa.modeling.cct.execution._FEW_GATES", few)
-    for name, cost in (("_ROWS_TO_READ", 8), ("_TO_GATHER", 100)):
+    for name, cost in (("_TOKENS_TO_READ", 8), ("_TO_GATHER", 100)):
         monkeypatch.setattr(f"hf_moa.modeling.cct.execution.{name}", cost)
     gates = torch.tensor([[[0, 1, 0, 1], [0, 0, 1, 1]]])  # two tokens, four parts
     parts = GatedParts(gates, 10)

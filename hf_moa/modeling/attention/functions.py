@@ -65,9 +65,9 @@ def upcast_attention_forward(
     """GPT-2's `reorder_and_upcast_attn`: scores and softmax in float32, also under autocast."""
     # the operator that GPT-2 takes, which scales while it multiplies: to the same last bit
     with without_autocast(query.device.type):
-        rows, columns = query.float().flatten(0, 1), key.float().transpose(2, 3).flatten(0, 1)
+        queries, keys = query.float().flatten(0, 1), key.float().transpose(2, 3).flatten(0, 1)
         scores = torch.baddbmm(
-            query.new_empty(1, dtype=torch.float32), rows, columns, beta=0, alpha=scaling
+            query.new_empty(1, dtype=torch.float32), queries, keys, beta=0, alpha=scaling
         )
         scores = torch.unflatten(scores, 0, query.shape[:2])
     if attention_mask is not None:

@@ -87,10 +87,10 @@ class GatedAttention(AttentionFlow):
         def linear(size_in: int, size_out: int) -> nn.Linear:
             return nn.Linear(size_in, size_out, bias=bias)
 
-        self.q_proj = mixture.make_query_projection(linear, hidden_size, bias=bias)
+        self.q_proj = mixture.make_query(linear, hidden_size, bias=bias)
         self.k_proj = linear(hidden_size, self.num_kv_heads * self.head_dim)
         self.v_proj = linear(hidden_size, self.num_kv_heads * self.head_dim)
-        self.o_proj = mixture.make_output_projection(linear, hidden_size, bias=bias)
+        self.o_proj = mixture.make_output(linear, hidden_size, bias=bias)
 
     @property
     def attn_implementation(self) -> str:

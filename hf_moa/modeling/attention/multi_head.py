@@ -18,7 +18,7 @@ class MultiHead(nn.Module):
 
     Its members are what an attention layer asks of every mixture:
 
-    - to build it: `make_query_projection`, `make_output_projection`, `num_kv_heads`, `num_position_biases`;
+    - to build it: `make_query`, `make_output`, `num_kv_heads`, `num_position_biases`;
     - to run it: `route` decides, `query` makes the heads' queries, `position_bias` the bias of their
       scores, `output` the layer's output of their contexts;
     - where tokens are skipped: `take` is the decision for some of the tokens, `no_mix` for one without a
@@ -61,14 +61,12 @@ class MultiHead(nn.Module):
         """Columns of a table of relative position biases."""
         return self.num_heads
 
-    def make_query_projection(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> nn.Module:
+    def make_query(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> nn.Module:
         """What `query` projects with; `linear` makes the backbone's own of two sizes."""
         return linear(hidden_size, self.num_heads * self.head_dim)
 
-    def make_output_projection(
-        self, linear: Linear, hidden_size: int, *, bias: bool = True
-    ) -> nn.Module:
-        """What `output` projects with; see `make_query_projection`."""
+    def make_output(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> nn.Module:
+        """What `output` projects with; see `make_query`."""
         return linear(self.num_heads * self.head_dim, hidden_size)
 
     def route(

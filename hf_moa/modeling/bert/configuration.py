@@ -25,7 +25,7 @@ class MoaBertConfig(GatingConfig, BertConfig):
             Normalise the input of each sub-layer instead of its output, and the encoder's output
             once (the layout of the CCT paper). `False` is BERT's post-LN.
         sparse_prediction (`bool`, defaults to `False`):
-            Masked language models: in training, compute the logits of the labelled tokens alone. The
+            Masked language models: in training, compute only the logits of the labelled tokens. The
             same loss, for less time and memory. (The name is ModernBERT's, where it holds in eval too.)
 
     Raises:

@@ -46,7 +46,7 @@ class MoaBertSelfAttention(AttentionFlow):
             ),
         )
         self.config = config
-        self.query = self.mixture.make_query_projection(nn.Linear, config.hidden_size)
+        self.query = self.mixture.make_query(nn.Linear, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_dim)
         self.value = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_dim)
 
@@ -102,7 +102,7 @@ class MoaBertAttention(nn.Module):
         self.self = MoaBertSelfAttention(
             config, layer_idx=layer_idx, is_cross_attention=is_cross_attention
         )
-        dense = self.self.mixture.make_output_projection(nn.Linear, config.hidden_size)
+        dense = self.self.mixture.make_output(nn.Linear, config.hidden_size)
         dropout = output_dropout(config, config.hidden_dropout_prob)
         self.output = MoaBertSublayerOutput(config, dense, dropout=dropout)
 

@@ -95,8 +95,8 @@ class MoaBertModel(MoaBertPreTrainedModel):
 
         Args:
             attention_mask: `[B, T]`, 1 for real tokens; gates leave the others out. A mask `[B, 1,
-                T, T]` rules attention only: gates then count every token. A row of zeros is allowed:
-                its outputs mean nothing, and it changes no other row's.
+                T, T]` rules attention only: gates then count every token. A sequence of zeros is
+                allowed: its outputs mean nothing, and it changes no other's.
             budget: CCT's compute budget, a number of `config.cct_budgets` or a tensor `[B]` of such.
                 Default: what `set_budget` chose (in training too); else drawn for each sequence in
                 training, and the largest in eval.
@@ -237,7 +237,7 @@ class MoaBertForMaskedLM(MoaBertPreTrainedModel):
 
         Returns:
             `logits` `[B, T, V]`; in training with labels and `config.sparse_prediction`, `[n, V]` of the
-            n labelled tokens, row after row.
+            n labelled tokens, sequence after sequence.
         """
         outputs = self.bert(
             input_ids,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from ..core.tracing import is_traced
-from .growing import AveragedRows, GrowingKeys, GrowingRows, last_rows
+from .growing import AveragedEntries, GrowingEntries, GrowingKeys, last_entries
 from .naming import CACHE_NAME
 from .place import CachePlace, is_empty, own_cache
 
@@ -25,10 +25,10 @@ CROP_RESERVE = 128
 
 
 class Window(NamedTuple):
-    """What a causal gate averages, oldest first: `rows` `[B, S, d]`, zero where they are of no real
+    """What a causal gate averages, oldest first: `entries` `[B, S, d]`, zero where they are of no real
     token, and `valid` `[B, S]` bool, the real ones; None for all."""
 
-    rows: Tensor
+    entries: Tensor
     valid: Tensor | None
 
 
@@ -45,16 +45,16 @@ class GatePast(NamedTuple):
     name: str
     size: int | None
 
-    def window(self, rows: Tensor, valid: Tensor | None) -> Window:
+    def window(self, entries: Tensor, valid: Tensor | None) -> Window:
         """See `GatedDynamicLayer.window`."""
-        return self.layer.window(self.name, rows, valid, size=self.size)
+        return self.layer.window(self.name, entries, valid, size=self.size)
 
-    def mean(self, row: Tensor, valid: Tensor | None) -> Tensor | None:
+    def mean(self, entry: Tensor, valid: Tensor | None) -> Tensor | None:
         """See `GatedDynamicLayer.mean`."""
-        return self.layer.mean(self.name, row, valid, size=self.size)
+        return self.layer.mean(self.name, entry, valid, size=self.size)
 
     def scale_and_shift(self, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`norm.scale_and_shift(dtype)`, made once: weights stay while a cache is filled. Made anew for
+        """`norm.scale_and_shift(dtype)`, made once: weights stay while a cache is filled. Made again for
         another weight, as another adapter's."""
         kept = self.layer.kept.get(self.name)
         if kept is None or kept[0] is not norm.weight or kept[1] is not dtype:
@@ -65,7 +65,7 @@ class GatePast(NamedTuple):
 class _GateStates:
     """A cache layer's named gate states, the batch first; and what the gates' norms amount to."""
 
-    # no part of what an exporter sees, as in `GrowingRows`, nor of a copy
+    # no part of what an exporter sees, as in `GrowingEntries`, nor of a copy
     __slots__ = ("_kept",)
 
     def __getstate__(self) -> dict:
@@ -84,7 +84,7 @@ class _GateStates:
         super().reset()
         self._kept = {}
 
-    def mean(self, name: str, row: Tensor, valid: Tensor | None, *, size: int | None) -> Tensor | None:
+    def mean(self, name: str, entry: Tensor, valid: Tensor | None, *, size: int | None) -> Tensor | None:
         """See `GatedDynamicLayer.mean`."""
         return None
 
@@ -101,7 +101,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
 
     __slots__ = ("_growing",)  # see above
 
-    states: dict[str, GrowingRows]
+    states: dict[str, GrowingEntries]
     record_past = False
     _window_size: int | None = None
 
@@ -109,33 +109,33 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         """Hold all inputs from now on, so that any crop is possible. Assisted decoding asks for it."""
         self.record_past = True
 
-    def window(self, name: str, rows: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
-        """Append the rows of T tokens; return what windows that end at these tokens see.
+    def window(self, name: str, entries: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
+        """Append the entries of T tokens; return what windows that end at these tokens see.
 
         Args:
             name: of the state.
-            rows: `[B, T, d]`.
+            entries: `[B, T, d]`.
             valid: `[B, T]` bool, the real tokens among them; None for all.
             size: tokens of a window, its last one included; None for all there were.
         """
         self._window_size = size
         held = self._held(size)
-        seen = None if size is None else size - 1 + rows.shape[1]
+        seen = None if size is None else size - 1 + entries.shape[1]
         if valid is None and f"{name}_valid" not in self.states:
-            return Window(self._append(name, rows, held=held, seen=seen, averaged=True), None)
+            return Window(self._append(name, entries, held=held, seen=seen, averaged=True), None)
         if valid is None:
-            valid = rows.new_ones(rows.shape[:2], dtype=torch.bool)
+            valid = entries.new_ones(entries.shape[:2], dtype=torch.bool)
         elif name in self.states and f"{name}_valid" not in self.states:
             # the first that are not all real
-            past = rows.new_ones(rows.shape[0], len(self.states[name]), dtype=torch.bool)
+            past = entries.new_ones(entries.shape[0], len(self.states[name]), dtype=torch.bool)
             self._append(f"{name}_valid", past)
-        rows = rows.masked_fill(~valid.unsqueeze(-1), 0.0)
+        entries = entries.masked_fill(~valid.unsqueeze(-1), 0.0)
         return Window(
-            self._append(name, rows, held=held, seen=seen, averaged=True),
+            self._append(name, entries, held=held, seen=seen, averaged=True),
             self._append(f"{name}_valid", valid, held=held, seen=seen),
         )
 
-    def mean(self, name: str, row: Tensor, valid: Tensor | None, *, size: int | None) -> Tensor | None:
+    def mean(self, name: str, entry: Tensor, valid: Tensor | None, *, size: int | None) -> Tensor | None:
         """`window` and its mean, `[B, 1, d]`, in a few small operations: those of a decoding step.
 
         Returns:
@@ -143,14 +143,14 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
             where some are not real; in a graph.
         """
         state = self.states.get(name)
-        if row.shape[1] > 1 or valid is not None or f"{name}_valid" in self.states:
+        if entry.shape[1] > 1 or valid is not None or f"{name}_valid" in self.states:
             return None
-        if not isinstance(state, AveragedRows) or torch.is_grad_enabled() or is_traced(row):
+        if not isinstance(state, AveragedEntries) or torch.is_grad_enabled() or is_traced(entry):
             return None
-        return state.append_one(row, window=size, held=self._held(size))
+        return state.append_one(entry, window=size, held=self._held(size))
 
     def _held(self, size: int | None) -> int | None:
-        """Rows to hold for windows of `size`."""
+        """Entries to hold for windows of `size`."""
         return None if size is None or self.record_past else size - 1 + CROP_RESERVE
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         if growing is None:
             growing = self._growing = {}
         held = getattr(self, name)
-        if name not in growing or growing[name].rows is not held:  # moved, cropped or chosen from
+        if name not in growing or growing[name].entries is not held:  # moved, cropped or chosen from
             growing[name] = GrowingKeys(held)
         return growing[name].append(new)
 
@@ -183,7 +183,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
 
     def counted(self, name: str) -> Tensor | None:
         """The sums over all tokens, `[B, n]`; None before the first."""
-        return self.states[name].rows.sum(dim=1) if name in self.states else None
+        return self.states[name].entries.sum(dim=1) if name in self.states else None
 
     def _append(
         self,
@@ -194,10 +194,10 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         seen: int | None = None,
         averaged: bool = False,
     ) -> Tensor:
-        """See `GrowingRows.append`; `averaged` is of a new state."""
+        """See `GrowingEntries.append`; `averaged` is of a new state."""
         if name not in self.states:
-            rows = new[:, :0]  # by their names: Dynamo makes no object of a class that it is given
-            self.states[name] = AveragedRows(rows) if averaged else GrowingRows(rows)
+            entries = new[:, :0]  # by their names: Dynamo makes no object of a class that it is given
+            self.states[name] = AveragedEntries(entries) if averaged else GrowingEntries(entries)
         return self.states[name].append(new, held=held, seen=seen)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -214,9 +214,9 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         growing = getattr(self, "_growing", None) or {}
         for name in ("keys", "values") if self.get_seq_length() else ():
             held = getattr(self, name)
-            if name in growing and growing[name].rows is held:
+            if name in growing and growing[name].entries is held:
                 growing[name].apply(function)
-                setattr(self, name, growing[name].rows)
+                setattr(self, name, growing[name].entries)
             else:
                 setattr(self, name, function(held))
         for state in self.states.values():
@@ -261,14 +261,14 @@ class GatedStaticLayer(_GateStates, StaticLayer):
 
     states: dict[str, Tensor]
 
-    def window(self, name: str, rows: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
+    def window(self, name: str, entries: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
         """See `GatedDynamicLayer.window`; before the first token stand `size - 1` that are no real
         ones."""
         if valid is None:
-            valid = rows.new_ones(rows.shape[:2], dtype=torch.bool)
+            valid = entries.new_ones(entries.shape[:2], dtype=torch.bool)
         held = self.max_cache_len if size is None else size - 1
         return Window(
-            self._shift_in(name, rows.masked_fill(~valid.unsqueeze(-1), 0.0), held=held),
+            self._shift_in(name, entries.masked_fill(~valid.unsqueeze(-1), 0.0), held=held),
             self._shift_in(f"{name}_valid", valid, held=held),
         )
 
@@ -286,7 +286,7 @@ class GatedStaticLayer(_GateStates, StaticLayer):
     def _shift_in(self, name: str, new: Tensor, *, held: int) -> Tensor:
         past = self._state(name, new.new_zeros(new.shape[0], held, *new.shape[2:]))
         full = torch.cat([past, new], dim=1)
-        past.copy_(last_rows(full, held))
+        past.copy_(last_entries(full, held))
         return full
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

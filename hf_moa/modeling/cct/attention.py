@@ -91,7 +91,7 @@ class AttentionGates(nn.Module):
 
     @property
     def is_soft(self) -> bool:
-        """Whether the control networks decide softly: in training, if it is theirs alone."""
+        """Whether the control networks decide softly: in training, if only theirs."""
         networks = (self.control, self.source_control)
         return any(network.training for network in networks if network is not None)
 

@@ -42,9 +42,9 @@ class BudgetList:
     """
 
     def __init__(self, budgets: Sequence[Any], *, default: Any = None):
-        rows = [budget if isinstance(budget, (list, tuple)) else [budget] for budget in budgets]
-        self.sampled = [tuple(float(value) for value in row) for row in rows]
-        self.distinct = sorted(set(self.sampled), key=lambda row: (sum(row), row), reverse=True)
+        entries = [budget if isinstance(budget, (list, tuple)) else [budget] for budget in budgets]
+        self.sampled = [tuple(float(value) for value in entry) for entry in entries]
+        self.distinct = sorted(set(self.sampled), key=lambda entry: (sum(entry), entry), reverse=True)
         self.width = len(self.distinct[0])
         self.chosen: Any = None
         self.default = 0 if default is None else self.position(default)
@@ -64,8 +64,8 @@ class BudgetList:
         is_pair = self.width > 1 and isinstance(budget, (list, tuple))
         values = tuple(budget) if is_pair else (budget,) * self.width
         if len(values) == self.width and all(map(_is_number, values)):
-            for i, row in enumerate(self.distinct):
-                if all(abs(known - value) < 1e-6 for known, value in zip(row, values, strict=True)):
+            for i, entry in enumerate(self.distinct):
+                if all(abs(known - value) < 1e-6 for known, value in zip(entry, values, strict=True)):
                     return i
         raise ValueError(
             f"budget must be one of the model's budgets {self.names()} (got {budget!r}). "
@@ -74,7 +74,7 @@ class BudgetList:
 
     def names(self) -> list[Any]:
         """The distinct budgets as a user writes them."""
-        return [row[0] if self.width == 1 else row for row in self.distinct]
+        return [entry[0] if self.width == 1 else entry for entry in self.distinct]
 
     def resolve(
         self,
@@ -109,28 +109,28 @@ class BudgetList:
             return torch.full((batch_size,), self.position(budget), device=device)
         if not training:
             return torch.full((batch_size,), self.default, device=device)
-        table = made_on(device, [self.distinct.index(row) for row in self.sampled])
+        table = made_on(device, [self.distinct.index(entry) for entry in self.sampled])
         if first is None:
             return table[torch.randint(len(table), (batch_size,), device=device)]
-        firsts = made_on(device, [float(row[0]) for row in self.sampled])
+        firsts = made_on(device, [float(entry[0]) for entry in self.sampled])
         # shape: (B, list)
         fits = (first.to(device).float().unsqueeze(-1) - firsts).abs() < _tolerance(first)
         return table[torch.multinomial(fits.float(), 1).squeeze(-1)]
 
     def _match(self, budget: Tensor, batch_size: int) -> Tensor:
         shapes = [(batch_size,)] + ([(batch_size, self.width)] if self.width > 1 else [])
-        rows = budget.expand(batch_size) if budget.ndim == 0 else budget
-        if rows.shape not in shapes:
+        entries = budget.expand(batch_size) if budget.ndim == 0 else budget
+        if entries.shape not in shapes:
             raise ValueError(
                 f"budget must be a number or hold one per sequence: shape "
                 f"{' or '.join(map(str, shapes))} (got shape {tuple(budget.shape)})."
             )
-        if rows.ndim == 1:
-            rows = rows.unsqueeze(-1).expand(-1, self.width)
-        rows = in_float64(rows)
-        table = torch.tensor(self.distinct, device=rows.device, dtype=rows.dtype)
+        if entries.ndim == 1:
+            entries = entries.unsqueeze(-1).expand(-1, self.width)
+        entries = in_float64(entries)
+        table = torch.tensor(self.distinct, device=entries.device, dtype=entries.dtype)
         # shape: (B, 1, width) - (budgets, width) -> (B, budgets)
-        distance = (rows.unsqueeze(1) - table).abs().amax(dim=-1)
+        distance = (entries.unsqueeze(1) - table).abs().amax(dim=-1)
         closest, index = distance.min(dim=-1)
         known = (closest <= _tolerance(budget)).all()  # False for NaN too
         if torch.compiler.is_compiling():

@@ -48,7 +48,7 @@ class CompactLayer(GatedDynamicLayer):
         opened = super().in_place_of(layer)
         if layer.is_initialized:
             # what is padding counts as neither, and a mask tells of it
-            used, full = layer.states["keys"].rows.unbind(dim=-1)
+            used, full = layer.states["keys"].entries.unbind(dim=-1)
             subset = TokenSubset((used > 0) | (full == 0))
             keys, values = (subset.gather(x.transpose(1, 2)) for x in (layer.keys, layer.values))
             opened.keys, opened.values, opened.positions, opened.length = KeptKeys.of(

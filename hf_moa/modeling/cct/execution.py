@@ -15,9 +15,9 @@ from ..core.tracing import is_traced, is_transformed
 
 # Share of open gates above which gathering costs a CPU more than it saves.
 LARGEST_SHARE = 0.95
-# What a CPU takes the time of, in multiply-accumulates of a product with many rows: to read the matrix,
-# in rows; to find out which tokens there are; to gather those of a part and put them back.
-_ROWS_TO_READ = 8
+# What a CPU takes the time of, in multiply-accumulates of a product with many tokens: to read the
+# matrix, in tokens; to find out which tokens there are; to gather those of a part and put them back.
+_TOKENS_TO_READ = 8
 _TO_FIND = 4_000_000
 _TO_GATHER = 4_000_000
 # Gates that Python counts faster than an operator.
@@ -53,14 +53,14 @@ class GatedParts(NamedTuple):
         return [sum(map(bool, part)) for part in parts]
 
     def saved(self, open_tokens: list[int]) -> int:
-        """Multiply-accumulates that a CPU saves by computing these alone."""
-        rows = sum(_ROWS_TO_READ + n for n in open_tokens if n)
+        """Multiply-accumulates that a CPU saves by computing only these."""
+        tokens = sum(_TOKENS_TO_READ + n for n in open_tokens if n)
         gathered = 0 if self._tokens() == 1 else sum(n > 0 for n in open_tokens)
-        return self.most_saved() - rows * self.cost - gathered * _TO_GATHER
+        return self.most_saved() - tokens * self.cost - gathered * _TO_GATHER
 
     def most_saved(self) -> int:
         """The same, if all gates were closed."""
-        return self.cost * (_ROWS_TO_READ + self._tokens()) * math.prod(self.gates.shape[2:])
+        return self.cost * (_TOKENS_TO_READ + self._tokens()) * math.prod(self.gates.shape[2:])
 
     def _tokens(self) -> int:
         return self.gates.shape[0] * self.gates.shape[1]

@@ -108,10 +108,10 @@ def scores_to_add(
     scores = like.new_zeros(like.shape) if position_bias is None else position_bias
     scores = at_least_float32(scores)
     if attention_mask is None:
-        rows, columns = scores.shape[-2:]
-        if not causal or rows == 1:
+        queries, keys = scores.shape[-2:]
+        if not causal or queries == 1:
             return scores
-        attention_mask = scores.new_ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+        attention_mask = scores.new_ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     if attention_mask.dtype == torch.bool:
         return scores.masked_fill(~attention_mask, float("-inf"))
     if not attention_mask.is_floating_point():

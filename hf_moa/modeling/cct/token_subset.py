@@ -41,7 +41,7 @@ class TokenSubset:
         """The tokens of each of M parts, `chosen` being `[B, T, M]` bool: found at once."""
         part, index = chosen.flatten(0, 1).t().nonzero().unbind(1)
         counts = part.bincount(minlength=chosen.shape[-1]).tolist()
-        return [cls(*rows) for rows in zip(chosen.unbind(-1), index.split(counts), strict=True)]
+        return [cls(*each) for each in zip(chosen.unbind(-1), index.split(counts), strict=True)]
 
     def __len__(self) -> int:
         return self.index.shape[0]
@@ -83,36 +83,40 @@ class TokenSubset:
         flat = x.flatten(0, 1)
         return (flat if self.is_all else flat.index_select(0, self.index)).unsqueeze(0)
 
-    def scatter(self, rows: Tensor, fill: Tensor | None = None) -> Tensor:
+    def scatter(self, values: Tensor, fill: Tensor | None = None) -> Tensor:
         """`[1, n, ...]` -> `[B, T, ...]`; all other tokens get `fill`, or zero. (Of all tokens, it may
-        be `rows` itself.)"""
-        rows = rows.squeeze(0)
+        be `values` itself.)"""
+        values = values.squeeze(0)
         if not self.is_all:
-            shape = (self.chosen.numel(), *rows.shape[1:])
-            full = rows.new_zeros(shape) if fill is None else fill.to(rows.dtype).expand(shape).clone()
-            rows = full.index_copy_(0, self.index, rows) if len(self) else full
-        return torch.unflatten(rows, 0, self.chosen.shape)
+            shape = (self.chosen.numel(), *values.shape[1:])
+            full = (
+                values.new_zeros(shape) if fill is None else fill.to(values.dtype).expand(shape).clone()
+            )
+            values = full.index_copy_(0, self.index, values) if len(self) else full
+        return torch.unflatten(values, 0, self.chosen.shape)
 
-    def add_to(self, full: Tensor, rows: Tensor) -> None:
-        """Add the rows `[1, n, ...]` where they belong in `full` `[B, T, ...]`, which changes."""
+    def add_to(self, full: Tensor, values: Tensor) -> None:
+        """Add values `[1, n, ...]` where they belong in `full` `[B, T, ...]`, which changes."""
         flat = full.view(-1, *full.shape[2:])
-        flat.index_add_(0, self.index, rows.squeeze(0).to(full.dtype))
+        flat.index_add_(0, self.index, values.squeeze(0).to(full.dtype))
 
     @property
     def is_one_sequence(self) -> bool:
-        """Whether the batch is one sequence, whose rows need no padding."""
+        """Whether the batch is one sequence, which needs no padding."""
         return len(self.chosen) == 1 and len(self) > 0
 
-    def pad(self, rows: Tensor, *, before: int = 0) -> Tensor:
-        """`[1, n, ...]` -> `[B, before + most, ...]`, or longer: each sequence's rows, zeros before and
-        behind. (It may be `rows` itself.)"""
+    def pad(self, values: Tensor, *, before: int = 0) -> Tensor:
+        """`[1, n, ...]` -> `[B, before + most, ...]`, or longer: each sequence's values, zeros before
+        and behind. (It may be `values` itself.)"""
         if self.is_one_sequence or self.is_all:
             if not self.is_one_sequence:
-                rows = torch.unflatten(rows.squeeze(0), 0, self.chosen.shape)
-            return nn.functional.pad(rows, (0, 0) * (rows.ndim - 2) + (before, 0)) if before else rows
-        size = in_steps(before + self.most, rows.device)
-        full = rows.new_zeros(len(self.chosen) * size, *rows.shape[2:])
-        full.index_copy_(0, self._slots(size, before), rows.squeeze(0))
+                values = torch.unflatten(values.squeeze(0), 0, self.chosen.shape)
+            return (
+                nn.functional.pad(values, (0, 0) * (values.ndim - 2) + (before, 0)) if before else values
+            )
+        size = in_steps(before + self.most, values.device)
+        full = values.new_zeros(len(self.chosen) * size, *values.shape[2:])
+        full.index_copy_(0, self._slots(size, before), values.squeeze(0))
         return torch.unflatten(full, 0, (-1, size))
 
     def unpad(self, padded: Tensor) -> Tensor:

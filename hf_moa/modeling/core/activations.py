@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers.activations import ACT2FN
 
-# Written out in elementwise operations -> the same function as one kernel. GPT-2's GELU alone takes
+# Written out in elementwise operations -> the same function as one kernel. GPT-2's GELU takes
 # eight, which are a good part of a decoding step, and keeps four tensors for backward, not one.
 _KERNELS = {
     "gelu_accurate": "gelu_pytorch_tanh",
@@ -15,7 +15,7 @@ _KERNELS = {
 
 
 def build_activation(name: str) -> nn.Module:
-    """The activation that transformers has under this name, equal to it but for rounding.
+    """The activation that transformers has under this name, equal to it up to rounding.
 
     Raises:
         KeyError: transformers has none of this name.

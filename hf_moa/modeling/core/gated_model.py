@@ -59,7 +59,7 @@ class GatedModel(MaeSwitches, CctSwitches):
         Raises:
             ValueError: a length that is none, `decoder_length` for a model without a decoder, or a
             budget that the model does not know.
-            ImportError: where the package is not installed, which alone has the counter.
+            ImportError: where the package is not installed, which has the counter.
 
         Example:
             >>> model.flops(128, budget=0.5).active

@@ -34,14 +34,14 @@ class GatedGenerationMixin(GenerationMixin):
                 cannot hold what the gates remember (MAE and CCT take dynamic and static ones).
         """
         if budget is not None:
-            # beams repeat the rows of every tensor, and a scalar has none
+            # beams repeat the entries of every tensor, and a scalar has none
             is_scalar = isinstance(budget, Tensor) and budget.ndim == 0
             kwargs["budget"] = budget = budget.item() if is_scalar else budget
             self._check_budget(budget)
         encoded = kwargs.get("encoder_outputs")
         if isinstance(encoded, dict):  # the same of its losses
-            rows = {k: v for k, v in encoded.items() if not isinstance(v, Tensor) or v.ndim > 0}
-            kwargs["encoder_outputs"] = type(encoded)(**rows)
+            kept = {k: v for k, v in encoded.items() if not isinstance(v, Tensor) or v.ndim > 0}
+            kwargs["encoder_outputs"] = type(encoded)(**kept)
         return super().generate(*args, **kwargs)
 
     def _check_budget(self, budget: Any) -> None:

@@ -53,6 +53,6 @@ def input_slice(
     """What the inputs from part `first` to before part `last`, of `of`, add to the output of a plain
     `module`, its own bias aside: `[..., (last - first) / of * in]` -> `[..., out]`."""
     size = x.shape[-1] // (last - first)
-    rows = slice(first * size, last * size)
-    weight = module.weight[rows].t() if isinstance(module, Conv1D) else module.weight[:, rows]
+    part = slice(first * size, last * size)
+    weight = module.weight[part].t() if isinstance(module, Conv1D) else module.weight[:, part]
     return nn.functional.linear(x, weight, bias)

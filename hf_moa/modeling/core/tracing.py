@@ -25,7 +25,7 @@ def is_transformed(*tensors: Tensor) -> bool:
 
 
 def needs_autograd(*tensors: Tensor) -> bool:
-    """Whether autograd's derivative has to stand in the place of one written by hand: in a transform,
+    """Whether autograd's derivative has to be taken instead of one written by hand: in a transform,
     and in compiled graphs, where the compiler fuses operators and chooses what is kept for backward."""
     return torch.compiler.is_compiling() or is_transformed(*tensors)
 

@@ -63,8 +63,8 @@ class MoaGPT2Attention(AttentionFlow):
         kv_size = self.num_kv_heads * head_dim
         self.c_attn = Conv1D((3 if self.is_fused else 2) * kv_size, d)
         if not self.is_fused:
-            self.q_attn = self.mixture.make_query_projection(_conv1d, d)
-        self.c_proj = self.mixture.make_output_projection(_conv1d, d)
+            self.q_attn = self.mixture.make_query(_conv1d, d)
+        self.c_proj = self.mixture.make_output(_conv1d, d)
         self.resid_dropout = nn.Dropout(output_dropout(config, config.resid_pdrop))
 
     @property

@@ -323,7 +323,7 @@ class MoaGPT2ForSequenceClassification(SequenceClassification, MoaGPT2PreTrained
         if input_ids is None:
             logger.warning_once(
                 f"{type(self).__name__} cannot tell padding in inputs_embeds: it classifies the last "
-                "position of every row."
+                "position of every sequence."
             )
             return -1
         positions = torch.arange(input_ids.shape[-1], device=device)

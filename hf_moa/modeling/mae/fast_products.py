@@ -35,7 +35,7 @@ class _ProjectWeighted(torch.autograd.Function):
         context, weights, weight = ctx.saved_tensors
         needs_context, needs_weights, needs_weight, needs_bias = ctx.needs_input_grad
         grad_context = grad_weights = grad_weight = grad_bias = None
-        rows = grad.reshape(-1, grad.shape[-1])
+        vectors = grad.reshape(-1, grad.shape[-1])
         scratch = None
         if needs_weight:
             weighted = context * weights
@@ -43,9 +43,9 @@ class _ProjectWeighted(torch.autograd.Function):
             weighted = weighted.flatten(-2).flatten(0, -2)
             # in the layout of the parameter, which is Conv1D's where it is transposed here
             is_linear = weight.is_contiguous()
-            grad_weight = rows.t() @ weighted if is_linear else (weighted.t() @ rows).t()
+            grad_weight = vectors.t() @ weighted if is_linear else (weighted.t() @ vectors).t()
         if needs_bias:
-            grad_bias = rows.sum(dim=0)
+            grad_bias = vectors.sum(dim=0)
         if needs_context or needs_weights:
             grad_heads = (grad @ weight).reshape(context.shape)
             if needs_weights:

@@ -10,7 +10,7 @@ from ..core.fields import check_choice, check_int, check_number, fail
 from ..core.mechanism import Mechanism
 
 MAE_GATE_TYPES = ("learned", "uniform")
-MOST_MAE_EXPERTS = 65_536  # of a layer: each is a row of a table, and an output of the gate
+MOST_MAE_EXPERTS = 65_536  # of a layer: each is an output of the gate
 
 
 @dataclass(kw_only=True, repr=False)

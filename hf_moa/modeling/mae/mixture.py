@@ -241,15 +241,15 @@ class MixtureOfHeads(MultiHead):
             valid = None if padding_mask is None else padding_mask.any(dim=1)
             return self.gate(masked_mean(hidden_states, padding_mask), valid, dtype=dtype)
 
-        def pool(rows: Tensor) -> Tensor:
+        def pool(inputs: Tensor) -> Tensor:
             if past is not None:
-                mean = past.mean(rows, padding_mask)
+                mean = past.mean(inputs, padding_mask)
                 if mean is not None:
                     return mean
-                window = past.window(rows, padding_mask)
-                if window.rows.shape[1] > length:  # rows of earlier calls
+                window = past.window(inputs, padding_mask)
+                if window.entries.shape[1] > length:  # there are some of earlier calls
                     return last_windowed_means(window, self.window, last=length)
-            return windowed_mean(rows, padding_mask, self.window)
+            return windowed_mean(inputs, padding_mask, self.window)
 
         if self.pools_inputs:
             return self.gate(pool(hidden_states), padding_mask, dtype=dtype)

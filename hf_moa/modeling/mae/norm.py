@@ -44,9 +44,9 @@ class GateBatchNorm(nn.BatchNorm1d):
         weight, bias, mean, var = self._weights_and_statistics(x.dtype)
         if self.uses_batch_statistics:
             return torch.addcmul(bias, self.standardize(x, valid), weight)
-        rows = x.flatten(0, -2)
+        vectors = x.flatten(0, -2)
         return torch.batch_norm(
-            rows, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled
+            vectors, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled
         ).view(x.shape)
 
     def scale_and_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -65,26 +65,26 @@ class GateBatchNorm(nn.BatchNorm1d):
         them."""
         x = at_least_float32(x)
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        rows = x.flatten(0, -2)
+        vectors = x.flatten(0, -2)
         weight = None if valid is None else valid.flatten().unsqueeze(-1).to(x.dtype)
         if self.is_global and has_several_processes():
-            count, batch_mean, batch_var = self._global_moments(rows, weight)
+            count, batch_mean, batch_var = self._global_moments(vectors, weight)
             mean = torch.where(count > 1, batch_mean, mean)
             var = torch.where(count > 1, batch_var, var)
-            standard = (rows - mean) * torch.rsqrt(var + self.eps)
+            standard = (vectors - mean) * torch.rsqrt(var + self.eps)
         else:
             compute = _standardize if needs_autograd() else _Standardize.apply
-            standard, _, count, batch_mean, batch_var = compute(rows, weight, mean, var, self.eps)
+            standard, _, count, batch_mean, batch_var = compute(vectors, weight, mean, var, self.eps)
         if not _is_recomputing():
             self._update_running_statistics(batch_mean, batch_var, count, count > 1)
         return standard.view(x.shape)
 
-    def _global_moments(self, rows: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Count, mean and variance of the rows of all processes, in one exchange."""
-        weight = rows.new_ones(len(rows), 1) if weight is None else weight
+    def _global_moments(self, vectors: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Count, mean and variance of the vectors of all processes, in one exchange."""
+        weight = vectors.new_ones(len(vectors), 1) if weight is None else weight
         # Around the running mean, which all processes share: squares of it would swallow the rest.
-        center = self.running_mean.to(rows.dtype)
-        deviation = (rows - center) * weight
+        center = self.running_mean.to(vectors.dtype)
+        deviation = (vectors - center) * weight
         sums = torch.cat([weight.sum().view(1), deviation.sum(dim=0), deviation.square().sum(dim=0)])
         count, first, second = sum_over_processes(sums).split([1, len(center), len(center)])
         mean = first / count.clamp(min=1)
@@ -106,7 +106,7 @@ class GateBatchNorm(nn.BatchNorm1d):
 
 
 def _standardize(
-    rows: Tensor,
+    vectors: Tensor,
     weight: Tensor | None,
     running_mean: Tensor,
     running_var: Tensor,
@@ -118,18 +118,18 @@ def _standardize(
     variance of those that count.
 
     Args:
-        weight: `[n, 1]`, 1 for the rows that count, and 0; None for all.
-        running_mean, running_var: `[d]`, used where no more than one row counts.
+        weight: `[n, 1]`, 1 for the vectors that count, and 0; None for all.
+        running_mean, running_var: `[d]`, used where no more than one vector counts.
         in_place: use memory again, which no graph holds.
     """
     if weight is None:
-        count = rows.new_full((), len(rows))
-        mean = rows.mean(dim=0)
+        count = vectors.new_full((), len(vectors))
+        mean = vectors.mean(dim=0)
     else:
         count = weight.sum()
-        mean = (rows * weight).sum(dim=0) / count.clamp(min=1)
+        mean = (vectors * weight).sum(dim=0) / count.clamp(min=1)
     enough = count > 1
-    deviation = rows - torch.where(enough, mean, running_mean)
+    deviation = vectors - torch.where(enough, mean, running_mean)
     # `var_mean` and `square` take several times as long on the CPU
     squares = deviation * deviation
     if weight is None:
@@ -142,11 +142,11 @@ def _standardize(
 
 
 class _Standardize(torch.autograd.Function):
-    """`_standardize`, of which backward needs the result alone."""
+    """`_standardize`, of which backward needs only the result."""
 
     @staticmethod
-    def forward(ctx, rows, weight, running_mean, running_var, eps):
-        result = _standardize(rows, weight, running_mean, running_var, eps, in_place=True)
+    def forward(ctx, vectors, weight, running_mean, running_var, eps):
+        result = _standardize(vectors, weight, running_mean, running_var, eps, in_place=True)
         standard, scale, count, mean, var = result
         ctx.save_for_backward(standard, scale, weight, count)
         ctx.mark_non_differentiable(count, mean, var)
@@ -156,7 +156,7 @@ class _Standardize(torch.autograd.Function):
     def backward(ctx, grad, grad_scale, *_):
         standard, scale, weight, count = ctx.saved_tensors
         share = (count > 1) / count.clamp(min=1)
-        # what moves a row that counts moves the mean and the variance
+        # what moves a vector that counts moves the mean and the variance
         of_mean = grad.sum(dim=0) * share
         along = grad * standard
         of_scale = (along.sum(dim=0) + scale * grad_scale) * share

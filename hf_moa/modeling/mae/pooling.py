@@ -43,8 +43,8 @@ def windowed_mean(x: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
 
 
 def last_windowed_means(cached: Window, window: int | None, *, last: int) -> Tensor:
-    """`windowed_mean` at the `last` positions of cached rows -> `[B, last, d]`."""
-    return _mean_of_masked(cached.rows, cached.valid, window, last=last)
+    """`windowed_mean` at the `last` positions of cached inputs -> `[B, last, d]`."""
+    return _mean_of_masked(cached.entries, cached.valid, window, last=last)
 
 
 def _mean_of_masked(x: Tensor, mask: Tensor | None, window: int | None, *, last: int) -> Tensor:
@@ -90,9 +90,9 @@ def _windowed_sum(x: Tensor, window: int, *, last: int) -> Tensor:
     return total.flatten(1, 2)[:, length - last : length]
 
 
-def _band(rows: int, columns: int, window: int, like: Tensor) -> Tensor:
-    """`[rows, columns]` ones where a window that ends at a row's position holds a column's; the last
-    `rows` columns are the positions of the rows."""
-    row = torch.arange(columns - rows, columns, device=like.device).unsqueeze(-1)
-    column = torch.arange(columns, device=like.device)
-    return ((column <= row) & (column > row - window)).to(like.dtype)
+def _band(positions: int, length: int, window: int, like: Tensor) -> Tensor:
+    """`[positions, length]` ones where the window that ends at a position holds another; the positions
+    are the last of all."""
+    end = torch.arange(length - positions, length, device=like.device).unsqueeze(-1)
+    position = torch.arange(length, device=like.device)
+    return ((position <= end) & (position > end - window)).to(like.dtype)

@@ -78,7 +78,7 @@ _SCHEMAS = {
 
 
 def _library_name(schemas: dict[str, str]) -> str:
-    """A name of these schemas alone: a checkpoint may carry an older version of this code."""
+    """A name of only these schemas: a checkpoint may carry an older version of this code."""
     return f"hf_moa_{zlib.crc32(repr(schemas).encode()):08x}"
 
 

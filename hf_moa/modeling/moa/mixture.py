@@ -73,9 +73,7 @@ class MixtureOfAttentionExperts(MultiHead):
     def num_position_biases(self) -> int:
         return self.num_experts
 
-    def make_query_projection(
-        self, linear: Linear, hidden_size: int, *, bias: bool = True
-    ) -> ExpertInput:
+    def make_query(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> ExpertInput:
         return ExpertInput(
             num_experts=self.num_experts,
             in_features=hidden_size,
@@ -83,9 +81,7 @@ class MixtureOfAttentionExperts(MultiHead):
             bias=bias,
         )
 
-    def make_output_projection(
-        self, linear: Linear, hidden_size: int, *, bias: bool = True
-    ) -> ExpertOutput:
+    def make_output(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> ExpertOutput:
         return ExpertOutput(
             num_experts=self.num_experts,
             in_features=self.head_dim,

@@ -79,7 +79,7 @@ def computes_by_slot(index: Tensor, weight: Tensor) -> bool:
 
 
 def _is_drawn_as_graph() -> bool:
-    """Whether the graph has to hold common operators alone, as in ONNX."""
+    """Whether the graph has to hold only common operators, as in ONNX."""
     return is_torchdynamo_exporting() or torch.jit.is_tracing()
 
 
@@ -180,7 +180,7 @@ class ExpertOutput(nn.Module):
         chosen = index.unsqueeze(-1).expand_as(weighted)
         # shape: (B, T, k, in) -> (B, T, N, in), zero where an expert was not chosen
         spread = weighted.new_zeros(*x.shape[:-2], self.num_experts, self.in_features)
-        # in place, which spares a copy, unless a transform adds a dimension to the experts alone
+        # in place, which spares a copy, unless a transform adds a dimension to only the experts
         scatter = spread.scatter if is_transformed() else spread.scatter_
         spread = scatter(-2, chosen, weighted)
         # shape: (B, T, N * in) @ (N * in, out) -> (B, T, out)

@@ -36,7 +36,7 @@ class _PortableExperts(ExpertsInterface):
         def chosen_or_loop(experts, *args, **kwargs):
             if experts_implementation == "grouped_mm" and not _grouped_mm_runs_on(experts):
                 return default(experts, *args, **kwargs)
-            return chosen(_WithBiasRows(experts) if experts.bias else experts, *args, **kwargs)
+            return chosen(_WithTokenBiases(experts) if experts.bias else experts, *args, **kwargs)
 
         return chosen_or_loop
 
@@ -47,19 +47,19 @@ def _grouped_mm_runs_on(experts: FeedForwardExperts) -> bool:
     return aligned and experts.down_proj.dtype != torch.float64
 
 
-class _WithBiasRows:
-    """Experts as these implementations see them, which ask for `bias[expert_ids]`, a row a token."""
+class _WithTokenBiases:
+    """Experts as these implementations see them, which ask for `bias[expert_ids]`, one a token."""
 
     def __init__(self, experts: FeedForwardExperts):
         self._experts = experts
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._experts, name)
-        return _BiasRows(found) if name in ("up_proj_bias", "down_proj_bias") else found
+        return _TokenBiases(found) if name in ("up_proj_bias", "down_proj_bias") else found
 
 
-class _BiasRows:
-    """`bias[expert_ids]`, with a gradient that is a matrix product: autograd's adds up the rows of an
+class _TokenBiases:
+    """`bias[expert_ids]`, with a gradient that is a matrix product: autograd's adds up those of an
     expert one after the other, which takes a GPU several times as long as all else in the layer."""
 
     def __init__(self, bias: Tensor):
@@ -69,10 +69,10 @@ class _BiasRows:
         # TorchScript saves no Python function
         if is_transformed(self.bias) or torch.jit.is_tracing():
             return self.bias[expert_ids]
-        return _TakeRows.apply(self.bias, expert_ids)
+        return _TakeBiases.apply(self.bias, expert_ids)
 
 
-class _TakeRows(torch.autograd.Function):
+class _TakeBiases(torch.autograd.Function):
     @staticmethod
     def forward(ctx, bias, expert_ids):
         ctx.save_for_backward(expert_ids)

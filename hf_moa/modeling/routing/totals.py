@@ -61,7 +61,7 @@ def router_terms(records: list[LayerRecord]) -> tuple[dict[str, Tensor], dict[st
             # shape: (layers * routers, N) -> (layers, routers * N)
             load = load.view(len(layers), -1) / per_layer
             loads.setdefault(name, {}).update(zip(layers, load, strict=True))
-    return terms, {part: _in_order(rows) for part, rows in loads.items()}
+    return terms, {part: _in_order(each) for part, each in loads.items()}
 
 
 def _last_device(records: list[LayerRecord]) -> torch.device | None:
@@ -121,7 +121,7 @@ def _stacked_routings(routings: list[Routing]) -> Routing:
     return last._replace(**stacked)
 
 
-def _in_order(rows: dict[int, Tensor]) -> Tensor:
-    """The layers' rows, which may lie on several devices, on that of the last: `[layers, N]`."""
-    ordered = [rows[number] for number in sorted(rows)]
-    return torch.stack([row.to(ordered[-1].device) for row in ordered])
+def _in_order(loads: dict[int, Tensor]) -> Tensor:
+    """The layers' loads, which may lie on several devices, on that of the last: `[layers, N]`."""
+    ordered = [loads[number] for number in sorted(loads)]
+    return torch.stack([load.to(ordered[-1].device) for load in ordered])

@@ -26,7 +26,7 @@ class MoaT5Config(GatingConfig, T5Config):
             Pairs `[encoder, decoder]` of compute budgets in (0, 1] that training samples from, or
             numbers, which stand for all pairs of them. `None` switches CCT off.
 
-    In float16 the last projection of every feed-forward layer stays float32, as T5's does, but for
+    In float16 the last projection of every feed-forward layer stays float32, as T5's does, except with
     `ffn_type="moe"`: load those in bfloat16.
 
     Raises:
@@ -95,7 +95,7 @@ class MoaT5Config(GatingConfig, T5Config):
                 valid = is_budget(budget)
             if not valid:
                 kind = "pairs [encoder, decoder] of numbers" if are_pairs else "numbers"
-                fail(self, "cct_budgets", f"must hold {kind} in (0, 1] alone, but holds {budget!r}")
+                fail(self, "cct_budgets", f"must hold {kind} in (0, 1] only, but holds {budget!r}")
 
     @property
     def budget_pairs(self) -> list[tuple[float, float]]:

@@ -68,8 +68,8 @@ class MoaT5Attention(AttentionFlow):
         )
         self.config = config
         linear = partial(nn.Linear, bias=False)
-        self.q = self.mixture.make_query_projection(linear, d, bias=False)
-        self.o = self.mixture.make_output_projection(linear, d, bias=False)
+        self.q = self.mixture.make_query(linear, d, bias=False)
+        self.o = self.mixture.make_output(linear, d, bias=False)
         self.k = linear(d, self.num_kv_heads * self.head_dim)
         self.v = linear(d, self.num_kv_heads * self.head_dim)
         self.has_relative_attention_bias = has_relative_attention_bias

@@ -66,7 +66,7 @@ class MoaT5Model(MoaT5EncoderDecoder):
                 tensor `[B]` or `[B, 2]` of such, from `config.cct_budgets`. Default: what `set_budget`
                 chose (in training too); else drawn for each sequence in training, and the largest in
                 eval.
-            decoder_padding_mask: `[B, T]` bool, the decoder's real tokens, for the gates alone.
+            decoder_padding_mask: `[B, T]` bool, the decoder's real tokens, only for the gates.
                 Default: what `decoder_attention_mask` says.
 
         Returns:

@@ -320,10 +320,10 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
         )
 
     def _check_budget(self, budget: Any) -> None:
-        """Refuse what `generate` cannot take: the encoder, which runs first, sees its half alone."""
+        """Refuse what `generate` cannot take: the encoder, which runs first, sees only its half."""
         if self.budgets is not None:
-            rows = budget.shape[0] if isinstance(budget, Tensor) else 1
-            self.budgets.resolve(budget, batch_size=rows, device=self.device, training=False)
+            number = budget.shape[0] if isinstance(budget, Tensor) else 1
+            self.budgets.resolve(budget, batch_size=number, device=self.device, training=False)
 
     def _resolve_budgets(
         self, tokens: Tensor | None, budget: Any, encoded: Tensor | None
