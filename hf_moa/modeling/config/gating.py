@@ -28,7 +28,7 @@ from ..routing.mechanism import ROUTER, RouterFields
 
 logger = logging.get_logger(__name__)
 
-register(MAE, MOA, ROUTER, MOE, CCT)  # in the order in which everything names them
+register(MAE, MOA, MOE, ROUTER, CCT)  # in the order in which everything names them
 
 _saves_model = ContextVar("saves_model", default=False)
 _loads = ContextVar("loads", default=False)
