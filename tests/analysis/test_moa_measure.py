@@ -74,7 +74,7 @@ def test_load_of_feed_forward_experts_weighs_calls_by_their_tokens():
     table = analyze(model, batches(case), progress=False).tables["expert_load"]
     loads, weights = [], []
     for batch in batches(case):
-        loads.append(model(**batch).batch_terms["expert_load"]["feed_forward"].double())
+        loads.append(model(**batch).expert_load["feed_forward"].double())
         weights.append(batch["attention_mask"].sum())
     expected = sum(w * load for w, load in zip(weights, loads, strict=True)) / sum(weights)
     assert table["part"].unique().tolist() == ["encoder feed_forward"]
