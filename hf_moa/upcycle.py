@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import fields
 from typing import Any
 
 import transformers
@@ -16,8 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .gated_models import is_instance_by_name
+from .gated_models import is_instance_by_name, mechanisms_in
 from .modeling.config.gating import GatingConfig
+from .modeling.core.mechanism import field_names, gated_mechanisms
 from .upcycling.families import TASKS, Family, family_of
 from .upcycling.weights import convert
 
@@ -148,13 +148,12 @@ def _plain_name(name: str, family: Family) -> str:
 def _family(config: PreTrainedConfig) -> Family:
     """The family of a source, which must be a plain one."""
     family = family_of(config)
-    if is_instance_by_name(config, GatingConfig) and (
-        config.attention_type != "mha" or config.has_cct or config.ffn_type != "dense"
-    ):
+    if mechanisms := mechanisms_in(config):
         raise ValueError(
             "upcycle takes a plain source: attention_type='mha', ffn_type='dense' and no "
             f"cct_budgets (got attention_type={config.attention_type!r}, "
-            f"ffn_type={config.ffn_type!r}, cct_budgets={config.cct_budgets!r})."
+            f"ffn_type={config.ffn_type!r}, cct_budgets={config.cct_budgets!r}: "
+            f"{', '.join(mechanism.name for mechanism in mechanisms)})."
         )
     return family
 
@@ -163,8 +162,7 @@ def _target_config(
     source: PreTrainedConfig, attention_type: str, config_fields: dict[str, Any]
 ) -> GatingConfig:
     family = family_of(source)
-    gating = {field.name for field in fields(GatingConfig)}
-    allowed = gating | set(family.extra_fields)
+    allowed = {*field_names(), *family.extra_fields}
     unknown = sorted(set(config_fields) - allowed)
     if unknown:
         raise ValueError(
@@ -244,5 +242,5 @@ def _build(
 
 def _is_gate(name: str) -> bool:
     """Whether a parameter belongs to what the source cannot have: MAE gates, routers, CCT."""
-    parts = ("gate", "router", "cct", "control", "feed_forward_gate")
-    return any(part in parts for part in name.split("."))
+    gates = {mechanism.gate_name for mechanism in gated_mechanisms()} | {"cct", "feed_forward_gate"}
+    return not gates.isdisjoint(name.split("."))
