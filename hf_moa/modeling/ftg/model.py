@@ -181,7 +181,7 @@ def _output_projections(model: nn.Module) -> list[str]:
     return [
         f"{name}.{module.output_projection}"
         for name, module in model.named_modules()
-        if getattr(module, "output_projection", None) is not None
+        if isinstance(getattr(module, "output_projection", None), str)  # mixtures: a method
     ]
 
 
