@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .eval_mode import in_eval_mode
 from .modeling.config.gating import GatingConfig
-from .modeling.core.mechanism import gating_field_names
+from .modeling.core.mechanism import field_names
 from .timing import compare
 
 
@@ -112,7 +112,7 @@ def plain_model(config: GatingConfig, class_name: str) -> PreTrainedModel:
         class_name: of the gated model, `MoaBertForMaskedLM`.
     """
     plain_class = getattr(transformers, class_name.removeprefix("Moa"))
-    gating = {*gating_field_names(), "model_type", "architectures", "auto_map"}
+    gating = {*field_names(), "model_type", "architectures", "auto_map"}
     sizes = {name: value for name, value in config.to_dict().items() if name not in gating}
     heads = plain_class.config_class.attribute_map.get("num_attention_heads", "num_attention_heads")
     if config.model_type != "moa_t5":  # whose heads' size is free

@@ -10,13 +10,20 @@ from typing import Any
 
 from torch import nn
 
+from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.modeling.core.gated_model import GatedModel
+from hf_moa.modeling.core.mechanism import Mechanism, mechanisms_of
 
 
 def is_instance_by_name(thing: Any, kind: type) -> bool:
     """Whether `thing` is an instance of the package's class `kind`, or of its namesake in a checkpoint's
     own code."""
     return any(each.__name__ == kind.__name__ for each in type(thing).__mro__)
+
+
+def mechanisms_in(config: Any) -> list[Mechanism]:
+    """The mechanisms that a configuration asks for; none where it is no gated model's."""
+    return mechanisms_of(config) if is_instance_by_name(config, GatingConfig) else []
 
 
 def gated_model_of(model: nn.Module) -> GatedModel:

@@ -16,9 +16,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .families import TASKS, Family, family_of
-from .gated_models import is_instance_by_name
+from .gated_models import is_instance_by_name, mechanisms_in
 from .modeling.config.gating import GatingConfig
-from .modeling.core.mechanism import gating_field_names
+from .modeling.core.mechanism import field_names
 from .pretrained_weights import convert
 
 __all__ = ["TASKS", "upcycle"]
@@ -148,13 +148,12 @@ def _plain_name(name: str, family: Family) -> str:
 def _family(config: PreTrainedConfig) -> Family:
     """The family of a source, which must be a plain one."""
     family = family_of(config)
-    if is_instance_by_name(config, GatingConfig) and (
-        config.attention_type != "mha" or config.has_cct or config.ffn_type != "dense"
-    ):
+    if mechanisms := mechanisms_in(config):
         raise ValueError(
             "upcycle takes a plain source: attention_type='mha', ffn_type='dense' and no "
             f"cct_budgets (got attention_type={config.attention_type!r}, "
-            f"ffn_type={config.ffn_type!r}, cct_budgets={config.cct_budgets!r})."
+            f"ffn_type={config.ffn_type!r}, cct_budgets={config.cct_budgets!r}: "
+            f"{', '.join(mechanism.name for mechanism in mechanisms)})."
         )
     return family
 
@@ -163,7 +162,7 @@ def _target_config(
     source: PreTrainedConfig, attention_type: str, config_fields: dict[str, Any]
 ) -> GatingConfig:
     family = family_of(source)
-    allowed = {*gating_field_names(), *family.extra_fields}
+    allowed = {*field_names(), *family.extra_fields}
     unknown = sorted(set(config_fields) - allowed)
     if unknown:
         raise ValueError(

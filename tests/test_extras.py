@@ -24,7 +24,7 @@ NEEDS = {
     "from hf_moa.training import load_glue_tsv": ("datasets", "train"),
     "from hf_moa.training.glue_metric import GlueMetric": ("datasets", "train"),
     "from hf_moa.analysis import analyze": ("pandas", "analysis"),
-    "from hf_moa.analysis.mae import MaeMeasure": ("pandas", "analysis"),
+    "from hf_moa.analysis import MaeMeasure": ("pandas", "analysis"),
     "from hf_moa.text_batches import read_text": ("datasets", "analysis"),
 }
 

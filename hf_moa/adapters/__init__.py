@@ -5,10 +5,13 @@
 The code is in `hf_moa/modeling/ftg/`.
 """
 
-from hf_moa.modeling.ftg.config import GATE_KINDS, FTGConfig
+from hf_moa.modeling.core.mechanism import gate_kinds
+from hf_moa.modeling.ftg.config import FTGConfig
 from hf_moa.modeling.ftg.layer import FTGLayer
 from hf_moa.modeling.ftg.model import FTGModel
 
 from .hub import push_to_hub
+
+GATE_KINDS = gate_kinds()  # of the package
 
 __all__ = ["GATE_KINDS", "FTGConfig", "FTGLayer", "FTGModel", "push_to_hub"]

@@ -13,10 +13,10 @@ from tqdm.auto import tqdm
 from hf_moa.eval_mode import in_eval_mode
 from hf_moa.gated_models import gated_model_of, is_instance_by_name
 from hf_moa.modeling.cct.budgets import BudgetControl
+from hf_moa.modeling.core.mechanism import MECHANISMS, mechanisms_of
 
-from .cct import CctMeasure, budget_name
-from .mae import MaeMeasure
-from .moa import MoaMeasure
+from .budget_names import budget_name
+from .measure import measures_of
 from .observe import observe
 from .vocabulary import Vocabulary
 
@@ -61,8 +61,8 @@ def analyze(
         batches: arguments of the model: `input_ids`, `attention_mask`, ...; for encoder-decoder models
             also `labels` or `decoder_input_ids`. Nothing of them is kept but counts.
         tokenizer: names the tokens; None leaves ids, and special tokens among the others.
-        budgets: CCT's, to measure compute at; default: each that the model knows, largest first. MAE
-            and routers are measured at the first.
+        budgets: CCT's, to measure compute at; default: each that the model knows, largest first. What
+            is not CCT's is measured at the first.
         kind_of: token -> its kind, such as a part of speech; default: word, word piece, number,
             punctuation.
         least_count: occurrences of the tokens that tables of single tokens name.
@@ -90,16 +90,12 @@ def analyze(
             control.share(budget)  # refuses one that it does not know, before the first call
     vocabulary = Vocabulary(tokenizer, kind_of)
     sizes = {"least_count": least_count, "top_tokens": top_tokens}
-    first: list[Any] = []
-    if config.attention_type == "mae":
-        first.append(MaeMeasure(gated, vocabulary, **sizes))
-    if config.attention_type == "moa" or config.ffn_type == "moe":
-        first.append(MoaMeasure(gated, vocabulary, **sizes))
-    compute = CctMeasure(gated, vocabulary, **sizes) if config.has_cct else None
-    if not first and compute is None:
+    measures = [measure(gated, vocabulary, **sizes) for measure in measures_of(mechanisms_of(config))]
+    if not measures:
+        names = ", ".join(m.name for m in MECHANISMS.values() if m.part("analysis"))
         raise ValueError(
-            "model must have gates to analyse: attention_type 'mae' or 'moa', ffn_type 'moe' or "
-            f"cct_budgets (got attention_type={config.attention_type!r} alone)."
+            f"model must have gates to analyse, of {names} (got attention_type="
+            f"{config.attention_type!r}, ffn_type={config.ffn_type!r} and no others)."
         )
     device = next(model.parameters()).device
     sequences = tokens = 0
@@ -111,11 +107,9 @@ def analyze(
                 if index == 0:
                     sequences += len(next(iter(seen.tokens.values())).ids)
                     tokens += sum(int(side.mask.sum()) for side in seen.tokens.values())
-                    for measure in first:
+                for measure in measures:
+                    if index == 0 or measure.at_every_budget:
                         measure.update(seen)
-                if compute is not None:
-                    compute.update(seen)
-    measures = first if compute is None else [*first, compute]
     tables = {name: table for measure in measures for name, table in measure.tables().items()}
     facts = {
         "model": type(gated).__name__,
@@ -125,8 +119,8 @@ def analyze(
         "sequences": sequences,
         "tokens": tokens,
     }
-    if first and budgets:
+    if budgets and not all(measure.at_every_budget for measure in measures):
         facts["budget of the experts' tables"] = budget_name(budgets[0])
-    if "mae_entropy" in tables:
-        facts["mean gate entropy"] = float(tables["mae_entropy"]["entropy"].mean())
+    for measure in measures:
+        facts |= measure.facts(tables)
     return Analysis(tables, facts)

@@ -15,7 +15,9 @@ from hf_moa.eval_mode import in_eval_mode
 from hf_moa.gated_models import gated_model_of, is_instance_by_name
 from hf_moa.modeling.mae.mixture import MixtureOfHeads
 
-from .cct import budget_name
+from .budget_names import budget_name
+from .plots import plot_budget_metrics, plot_selection
+from .sections import Section, whole
 
 
 @torch.inference_mode()
@@ -122,3 +124,24 @@ def expert_selection(
 def _is_causal(model: nn.Module) -> bool:
     """Whether the model's loss compares each position with the next label."""
     return "LMHeadModel" in type(gated_model_of(model)).__name__
+
+
+# what a report says of their tables
+SECTIONS = (
+    Section(
+        "budget_metrics",
+        "Quality at each budget",
+        "The model's metrics on the data's labels, at each compute budget.",
+        plot_budget_metrics,
+        whole,
+    ),
+    Section(
+        "expert_selection",
+        "One expert per layer",
+        "Metrics with MAE's mixture of all experts; with the one that has the largest gate in each "
+        "layer; with one at random (Peng et al. 2020, table 5). The more the gates have specialised "
+        "the experts, the less “argmax” loses, and the more “random” does.",
+        plot_selection,
+        whole,
+    ),
+)

@@ -44,6 +44,7 @@ class Observation:
         cct_gates: stack -> one dict per layer, as `GatingOutput.cct_gates`.
         compute_fraction: `[B]`, with CCT.
         budget: that the call was made with.
+        outputs: all that the model returned.
     """
 
     tokens: dict[str, Tokens]
@@ -53,6 +54,7 @@ class Observation:
     cct_gates: dict[str, tuple[dict[str, Tensor], ...]] = field(default_factory=dict)
     compute_fraction: Tensor | None = None
     budget: Any = None
+    outputs: Any = None
 
     def tokens_of(self, part: str) -> Tokens:
         """The tokens of a part's queries."""
@@ -121,6 +123,7 @@ def observe(model: nn.Module, batch: Mapping[str, Tensor], *, budget: Any = None
         cct_gates=by_part("cct_gates", PARTS[:2]),
         compute_fraction=getattr(outputs, "compute_fraction", None),
         budget=budget,
+        outputs=outputs,
     )
 
 

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from hf_moa import markdown
+from hf_moa.modeling.core.mechanism import MECHANISMS
 
+from . import metrics
 from .analyze import Analysis
-from .sections import CODE, SECTIONS, Section
+from .measure import measures_of
+from .sections import CODE, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,9 +46,15 @@ def write_report(analysis: Analysis, path: str | Path, *, title: str | None = No
         raise ValueError(f"path must end in {' or '.join(FORMATS)} (got {path.name!r}).")
     title = title or f"Gates of {analysis.facts['model']}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    sections = [section for section in SECTIONS if section.table in analysis.tables]
+    sections = [section for section in all_sections() if section.table in analysis.tables]
     write = _write_html if path.suffix == ".html" else _write_markdown
     write(analysis, path, title, sections)
+
+
+def all_sections() -> list[Section]:
+    """Those of metrics and of every mechanism's measures."""
+    measures = measures_of(MECHANISMS.values())
+    return [*metrics.SECTIONS, *(section for measure in measures for section in measure.sections)]
 
 
 def _write_html(analysis: Analysis, path: Path, title: str, sections: list[Section]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import hf_moa
+from hf_moa.modeling.core.mechanism import attention_types
 
 from .command_line import optional
 
@@ -30,7 +31,7 @@ class GatingArguments:
             "converted before); from scratch, the same as mha. Otherwise gate a new model, or convert "
             "a checkpoint with hf_moa.upcycle; mha adds no gates to the attention, for CCT or a "
             "mixture of feed-forward experts only.",
-            "choices": ["none", "mha", "mae", "moa"],
+            "choices": ["none", *attention_types()],
         },
     )
     mae_num_dropped_heads: int | None = _configured("MAE: heads that each expert leaves out.")
@@ -67,7 +68,7 @@ class GatingArguments:
         if self.attention_type == "none" and self.config_fields():
             raise ValueError(
                 f"{', '.join(f'`{name}`' for name in self.config_fields())} gate a model "
-                "and need `attention_type` mha, mae or moa (got 'none')."
+                f"and need `attention_type` to be of {', '.join(attention_types())} (got 'none')."
             )
 
     def config_fields(self) -> dict:

@@ -22,16 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_moa.gated_models import mechanisms_in
 from hf_moa.modeling.core.task_losses import up_to_last_label
 
 
 def has_auxiliary_losses(config: Any) -> bool:
-    """Whether a model with this config has routers or CCT."""
-    return (
-        getattr(config, "attention_type", None) == "moa"
-        or getattr(config, "ffn_type", None) == "moe"
-        or getattr(config, "cct_budgets", None) is not None
-    )
+    """Whether training adds losses of a mechanism to a model with this config."""
+    return any(mechanism.has_auxiliary_losses for mechanism in mechanisms_in(config))
 
 
 def count_tokens(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> Tensor | None:

@@ -6,7 +6,7 @@ from families import CASE
 from test_mae_measure import batches
 
 from hf_moa.analysis import CctMeasure, Vocabulary, analyze, observe
-from hf_moa.analysis.cct import token_costs
+from hf_moa.modeling.cct.analysis import token_costs
 
 NAMES = ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "T5EncoderModel"]
 

@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 
 from hf_moa.analysis import plots
+from hf_moa.modeling.routing.report import plot_pairs, plot_preferences
 
 PARTS = ("encoder", "decoder", "cross")
 
@@ -28,26 +29,26 @@ def colours(figure):
 
 
 def test_pairs_of_all_parts_are_drawn():
-    figure = plots.plot_pairs(pairs({(part, layer): 1.5 for part in PARTS for layer in range(2)}))
+    figure = plot_pairs(pairs({(part, layer): 1.5 for part in PARTS for layer in range(2)}))
     assert titles(figure) == [f"{part}, layer {layer}" for part in PARTS for layer in range(2)]
 
 
 def test_layers_are_spread_evenly_in_each_part():
     table = pairs({(part, layer): 1.0 for part in PARTS[:2] for layer in range(9)})
-    assert titles(plots.plot_pairs(table, most_layers=3)) == [
+    assert titles(plot_pairs(table, most_layers=3)) == [
         f"{part}, layer {layer}" for part in PARTS[:2] for layer in (0, 4, 8)
     ]
 
 
 def test_lifts_have_the_same_colours_beside_a_pair_of_rare_experts():
     usual = {("encoder", 0): 0.5, ("encoder", 1): 2.0, ("encoder", 2): 0.0}
-    calm = colours(plots.plot_pairs(pairs(usual)))
-    assert colours(plots.plot_pairs(pairs(usual | {("encoder", 3): 30.0})))[:3] == calm
+    calm = colours(plot_pairs(pairs(usual)))
+    assert colours(plot_pairs(pairs(usual | {("encoder", 3): 30.0})))[:3] == calm
     assert len(set(calm)) == 3
 
 
 def test_chance_is_in_the_middle_of_the_scale():
-    image = plots.plot_pairs(pairs({("encoder", 0): 1.0})).axes[0].images[0]
+    image = plot_pairs(pairs({("encoder", 0): 1.0})).axes[0].images[0]
     assert image.norm(1.0) == pytest.approx(0.5)
     assert image.norm(0.5) == pytest.approx(1 - image.norm(2.0))
 
@@ -60,7 +61,7 @@ def test_preferences_of_all_parts_are_drawn_with_their_own_tokens():
         for token in names
         for expert in range(2)  # as many as tokens
     ]
-    figure = plots.plot_preferences(pd.DataFrame(rows), rows="token")
+    figure = plot_preferences(pd.DataFrame(rows), rows="token")
     assert titles(figure) == [f"{part}, layer 0" for part in PARTS]
     shown = [[label.get_text() for label in axis.get_yticklabels()] for axis in figure.axes[:3]]
     assert shown == list(tokens.values())

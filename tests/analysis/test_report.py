@@ -8,8 +8,7 @@ from families import CASE
 from test_mae_measure import batches
 
 from hf_moa.analysis import Analysis, analyze, write_report
-from hf_moa.analysis.report import markdown_table
-from hf_moa.analysis.sections import SECTIONS
+from hf_moa.analysis.report import all_sections, markdown_table
 
 VARIANTS = {
     "mae": {"attention_type": "mae", "cct_budgets": [1, 0.5]},
@@ -35,7 +34,7 @@ def test_html_has_everything_in_it(tmp_path, variant):
     for table in analysis.tables:
         assert f'id="{table}"' in text
     pictures = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', text)
-    expected = sum(s.plot is not None for s in SECTIONS if s.table in analysis.tables)
+    expected = sum(s.plot is not None for s in all_sections() if s.table in analysis.tables)
     assert len(pictures) == expected > 0
     for picture in pictures:
         svg = ElementTree.fromstring(base64.b64decode(picture))
@@ -59,7 +58,7 @@ def test_every_table_has_its_section():
     for name in ("BertForMaskedLM", "T5ForConditionalGeneration"):
         for variant in VARIANTS:
             tables |= analysis_of(name, variant).tables.keys()
-    sections = {section.table for section in SECTIONS}
+    sections = {section.table for section in all_sections()}
     assert tables | {"budget_metrics", "expert_selection"} == sections
 
 

@@ -11,8 +11,8 @@ from ..core.precision import at_least_float32
 
 # Entries that a new buffer has room for, at least: an eighth of those it holds, if that is more.
 _LEAST_ROOM = 8
-# Steps after which a mean is taken of its entries again, as it always is in a short window: rounding errors
-# add up until then, and weigh more there.
+# Steps after which a mean is taken of its entries again, as it always is in a short window: rounding
+# errors add up until then, and weigh more there.
 _STEPS_OF_A_MEAN = 64
 _SHORT_WINDOW = 16
 

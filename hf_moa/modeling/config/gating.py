@@ -20,13 +20,7 @@ from transformers.utils import logging
 
 from ..cct.mechanism import CCT, CctFields, is_budget
 from ..core.fields import check_bool, check_choice, check_int, check_number, fail
-from ..core.mechanism import (
-    MECHANISMS,
-    attention_types,
-    ffn_types,
-    gating_field_names,
-    register,
-)
+from ..core.mechanism import MECHANISMS, attention_types, ffn_types, field_names, register
 from ..mae.mechanism import MAE, MaeFields
 from ..moa.mechanism import MOA, MoaFields
 from ..moe.mechanism import MOE, MoeFields
@@ -34,7 +28,7 @@ from ..routing.mechanism import ROUTER, RouterFields
 
 logger = logging.get_logger(__name__)
 
-register(MAE, MOA, ROUTER, MOE, CCT)  # in the order in which everything names them
+register(MAE, MOA, MOE, ROUTER, CCT)  # in the order in which everything names them
 
 _saves_model = ContextVar("saves_model", default=False)
 _loads = ContextVar("loads", default=False)
@@ -297,7 +291,7 @@ def refuse_misspelled(config_name: str, unknown: Any) -> None:
     Raises:
         ValueError: one begins as a mechanism's fields do, or is close to the name of a gating field.
     """
-    known = gating_field_names()
+    known = field_names()
     prefixes = tuple(prefix for m in MECHANISMS.values() for prefix in m.prefixes)
     for name in unknown:
         if name in known or name in _NOT_OURS:

@@ -31,7 +31,11 @@ class Mechanism:
         prefixes: what the names of its fields begin with.
         attention_type: the value of that field that chooses it; None where none does.
         ffn_type: the same of that field.
+        shape_fields: those of its fields that its weights take their shapes from, or their meaning: an
+            adapter of its gates fits only a model that has the same.
         gate_kind: the `gate_kind` of its modules, as FTG calls them; None where it has none.
+        gate_name: what the names of those modules end with, such as "gate".
+        gate_words: what adapters' cards call them; default: gates, with the kind before.
         has_auxiliary_losses: whether training adds losses of its own.
         code: the modules of its layers, relative to the folder `modeling`: a checkpoint carries them
             where the mechanism is on.
@@ -46,7 +50,10 @@ class Mechanism:
     prefixes: tuple[str, ...] = ()
     attention_type: str | None = None
     ffn_type: str | None = None
+    shape_fields: tuple[str, ...] = ()
     gate_kind: str | None = None
+    gate_name: str | None = None
+    gate_words: str | None = None
     has_auxiliary_losses: bool = False
     code: tuple[str, ...] = ()
     package: str | None = None
@@ -56,7 +63,7 @@ class Mechanism:
 
         - `upcycling`: `convert_attention`, `convert_feed_forward` (see `hf_moa/pretrained_weights.py`)
         - `card`: what model cards say of it (see `hf_moa/model_card/mechanisms.py`)
-        - `analysis`: its `Measure`s (see `hf_moa/analysis/analyze.py`)
+        - `analysis`: its `Measure`s (see `hf_moa/analysis/measure.py`)
         """
         place = f"{self.package}.{name}"
         return import_module(place) if self.package and find_spec(place) else None
@@ -83,10 +90,9 @@ def mechanisms_of(config: Any) -> list[Mechanism]:
     return [mechanism for mechanism in MECHANISMS.values() if mechanism.is_on(config)]
 
 
-def gating_field_names() -> list[str]:
+def field_names() -> tuple[str, ...]:
     """The configuration fields of all mechanisms, and those that choose between them."""
-    of_mechanisms = (name for mechanism in MECHANISMS.values() for name in mechanism.defaults)
-    return ["attention_type", "ffn_type", *of_mechanisms]
+    return ("attention_type", "ffn_type", *(n for m in MECHANISMS.values() for n in m.defaults))
 
 
 def attention_types() -> tuple[str, ...]:
@@ -101,4 +107,9 @@ def ffn_types() -> tuple[str, ...]:
 
 def gate_kinds() -> tuple[str, ...]:
     """The kinds of gates that there are."""
-    return tuple(m.gate_kind for m in MECHANISMS.values() if m.gate_kind)
+    return tuple(m.gate_kind for m in gated_mechanisms())
+
+
+def gated_mechanisms() -> list[Mechanism]:
+    """Those whose gates FTG can train."""
+    return [m for m in MECHANISMS.values() if m.gate_kind]

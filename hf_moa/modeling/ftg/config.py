@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers.utils import logging
 
 from ..core.fields import check_bool, fail
+from ..core.mechanism import Mechanism, gate_kinds, gated_mechanisms
 
 # In a `try`, so that a checkpoint's code loads where PEFT is not installed.
 try:
@@ -22,7 +23,6 @@ except ImportError:
 
 logger = logging.get_logger(__name__)
 
-GATE_KINDS = ("mae", "router", "cct")
 # The text of an adapter's card, from its title to its last sentence, and what PEFT adds to it later.
 _CARD = re.compile(
     r"^# FTG\+? adapter of .*?"
@@ -41,9 +41,6 @@ LOADERS = {
     "QUESTION_ANS": "ForQuestionAnswering",
     "FEATURE_EXTRACTION": "ForFeatureExtraction",
 }
-# What an adapter's card calls what it trains, and the ends of the names of gating modules.
-_KINDS = {"mae": "MAE gates", "router": "routers", "cct": "CCT control networks"}
-_KIND_OF_NAME = {"gate": "mae", "router": "router", "control": "cct"}
 _PROJECTIONS = "attention output projections"
 _HEAD = re.compile(r"\.(classifier|score|classification_head\.out_proj)\.weight$")
 
@@ -72,7 +69,7 @@ class FTGConfig(PeftConfig):
             converted needs "control_symbols" here, or no gate can tell one budget from another.
         layers_to_transform (`int` or `list[int]`, *optional*): the layers to train; default: all. T5's
             encoder and decoder each count from 0.
-        target_modules (`str` or `list[str]`, *optional*): names of the modules to train, in the place of
+        target_modules (`str` or `list[str]`, *optional*): names of the modules to train, instead of
             `gates` and `plus`. An adapter that was made knows those it found.
         exclude_modules (`str` or `list[str]`, *optional*): names of modules to leave out.
         init_weights (`bool`, defaults to `True`): start from the base's weights, so that the adapted
@@ -88,7 +85,7 @@ class FTGConfig(PeftConfig):
         default=False, metadata={"help": "Also train the attention's output projections (FTG+)."}
     )
     gates: list[str] | tuple[str, ...] | str = field(
-        default=GATE_KINDS, metadata={"help": f"Which gates to train: of {', '.join(GATE_KINDS)}."}
+        default_factory=gate_kinds, metadata={"help": "Which gates to train; all by default."}
     )
     modules_to_save: list[str] | str | None = field(
         default=None, metadata={"help": "Further modules to train and save, such as a classifier."}
@@ -97,7 +94,7 @@ class FTGConfig(PeftConfig):
         default=None, metadata={"help": "The layers to train; all by default."}
     )
     target_modules: list[str] | str | None = field(
-        default=None, metadata={"help": "Names of the modules to train, in the place of gates and plus."}
+        default=None, metadata={"help": "Names of the modules to train, instead of gates and plus."}
     )
     exclude_modules: list[str] | str | None = field(
         default=None, metadata={"help": "Names of modules to leave out."}
@@ -113,13 +110,13 @@ class FTGConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = FTGPeftType.FTG
         gates = [self.gates] if isinstance(self.gates, str) else self.gates
-        known = isinstance(gates, (list, tuple, set)) and all(kind in GATE_KINDS for kind in gates)
+        known = isinstance(gates, (list, tuple, set)) and all(kind in gate_kinds() for kind in gates)
         if known:
             self.gates = list(gates)
         if not known or not (self.gates or self.plus or self.target_modules):
             raise ValueError(
-                f"FTGConfig.gates must hold some of {', '.join(map(repr, GATE_KINDS))}, or plus be True "
-                f"(got {self.gates!r})."
+                f"FTGConfig.gates must hold some of {', '.join(map(repr, gate_kinds()))}, or plus be "
+                f"True (got {self.gates!r})."
             )
         check_bool(self, "plus")
         check_bool(self, "init_weights")
@@ -147,7 +144,7 @@ class FTGConfig(PeftConfig):
         if not self.base_model_name_or_path:
             logger.warning(
                 f"The adapter in {save_directory} names no base model, since the model that it was made "
-                "on was in memory alone: save that model, load it from there and adapt it, or keep it "
+                "on was only in memory: save that model, load it from there and adapt it, or keep it "
                 "for `PeftModel.from_pretrained(base, ...)`."
             )
         card = Path(save_directory, "README.md")
@@ -174,12 +171,13 @@ class FTGConfig(PeftConfig):
         if isinstance(names, str):
             trained = [f"modules of names like `{names}`"]
         elif names is None:
-            trained = [_KINDS[kind] for kind in self.gates]
+            words = {mechanism.gate_kind: _gates_in_words(mechanism) for mechanism in gated_mechanisms()}
+            trained = [words[kind] for kind in self.gates]
             trained += [_PROJECTIONS] if self.plus else []
         else:  # an adapter that was made knows what it found
             ends = {name.rsplit(".", 1)[-1] for name in names}
-            trained = [_KINDS[kind] for end, kind in _KIND_OF_NAME.items() if end in ends]
-            others = sorted(ends - {*_KIND_OF_NAME})
+            trained = [_gates_in_words(m) for m in gated_mechanisms() if m.gate_name in ends]
+            others = sorted(ends - {m.gate_name for m in gated_mechanisms()})
             if others:
                 trained.append(_PROJECTIONS if self.plus else f"modules named {_listed(others)}")
         text = "It trains copies of the base model's " + " and ".join(
@@ -217,6 +215,10 @@ model = {load}
 
 The package hf_moa brings the method.
 """
+
+
+def _gates_in_words(mechanism: Mechanism) -> str:
+    return mechanism.gate_words or f"{mechanism.gate_kind} gates"
 
 
 def _listed(names: str | Iterable[str]) -> str:

@@ -18,26 +18,19 @@ try:
 except ImportError:
     raise
 
+from ..core.mechanism import MECHANISMS
 from .config import FTGConfig, FTGPeftType
 from .layer import FTGLayer
 
 _LAYER = re.compile(r"(?:^|\.)(?:layer|h|block)\.(\d+)\.")
+# what every adapter must find the same in its model, beside the `shape_fields` of mechanisms
 _FACTS = (
     "model_type",
     "attention_type",
+    "ffn_type",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "mae_num_dropped_heads",
-    "mae_gate_type",
-    "mae_gate_hidden_size",
-    "num_attention_experts",
-    "router_type",
-    "ffn_type",
-    "num_ffn_experts",
-    "num_ffn_experts_per_token",
-    "cct_num_ffn_splits",
-    "cct_gate_hidden_size",
 )
 
 
@@ -188,12 +181,12 @@ def _output_projections(model: nn.Module) -> list[str]:
     return [
         f"{name}.{module.output_projection}"
         for name, module in model.named_modules()
-        if getattr(module, "output_projection", None) is not None
+        if isinstance(getattr(module, "output_projection", None), str)  # mixtures: a method
     ]
 
 
 def _warn_of_budgets_that_look_the_same(model: nn.Module, config: FTGConfig) -> None:
-    """Gates alone cannot tell budgets apart while the symbols that stand for them are all zero."""
+    """Gates cannot tell budgets apart while the symbols that stand for them are all zero."""
     chosen = (config.modules_to_save, config.target_modules)
     names = [name for each in chosen for name in ([each] if isinstance(each, str) else each or [])]
     if "cct" not in config.gates or any(name.split(".")[-1] == "control_symbols" for name in names):
@@ -223,9 +216,10 @@ def _layer(name: str) -> int | None:
 def _facts(model: nn.Module) -> dict[str, Any]:
     """What an adapter must find in a model to fit it; nothing for a model that is not gated."""
     config = getattr(model, "config", None)
-    if getattr(config, "attention_type", None) is None:
+    if not hasattr(config, "listed_budgets"):
         return {}
-    facts = {name: getattr(config, name, None) for name in _FACTS}
+    shapes = (name for mechanism in MECHANISMS.values() for name in mechanism.shape_fields)
+    facts = {name: getattr(config, name, None) for name in (*_FACTS, *shapes)}
     # as JSON has them; an adapter's control symbols each stand for one
     budgets = [list(each) if isinstance(each, tuple) else each for each in config.listed_budgets]
     return facts | {"cct": config.has_cct, "cct_budgets": budgets}

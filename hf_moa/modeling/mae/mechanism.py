@@ -77,7 +77,10 @@ MAE = Mechanism(
     is_on=lambda config: config.attention_type == "mae",
     check=_check_mae,
     unused=_unused_mae_fields,
+    shape_fields=("mae_num_dropped_heads", "mae_gate_type", "mae_gate_hidden_size"),
     gate_kind="mae",
+    gate_name="gate",
+    gate_words="MAE gates",
     code=("mae/mixture.py", "mae/totals.py"),
     package=__package__,
 )

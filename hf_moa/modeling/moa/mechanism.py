@@ -36,6 +36,7 @@ MOA = Mechanism(
     attention_type="moa",
     is_on=lambda config: config.attention_type == "moa",
     check=_check_moa,
+    shape_fields=("num_attention_experts",),
     has_auxiliary_losses=True,
     code=("moa/mixture.py",),
     package=__package__,

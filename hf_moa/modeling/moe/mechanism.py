@@ -40,6 +40,7 @@ MOE = Mechanism(
     ffn_type="moe",
     is_on=lambda config: config.ffn_type == "moe",
     check=_check_moe,
+    shape_fields=("num_ffn_experts", "num_ffn_experts_per_token"),
     has_auxiliary_losses=True,
     code=("moe/feed_forward.py",),
     package=__package__,

@@ -56,7 +56,10 @@ ROUTER = Mechanism(
     prefixes=("router_",),
     is_on=lambda config: config.attention_type == "moa" or config.ffn_type == "moe",
     check=_check_routers,
+    shape_fields=("router_type",),
     gate_kind="router",
+    gate_name="router",
+    gate_words="routers",
     code=("routing/totals.py",),
     package=__package__,
 )

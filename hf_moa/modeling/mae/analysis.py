@@ -10,11 +10,13 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from hf_moa.modeling.mae.mixture import MixtureOfHeads
+from hf_moa.analysis.measure import Measure
+from hf_moa.analysis.observe import Observation, mixtures_by_part
+from hf_moa.analysis.token_counts import TokenExpertCounts
+from hf_moa.analysis.vocabulary import Vocabulary
 
-from .observe import Observation, mixtures_by_part
-from .token_counts import TokenExpertCounts
-from .vocabulary import Vocabulary
+from .mixture import MixtureOfHeads
+from .report import SECTIONS
 
 
 class _Layer:
@@ -43,7 +45,7 @@ class _Layer:
         return expert
 
 
-class MaeMeasure:
+class MaeMeasure(Measure):
     """Peng et al. 2020, section 5.1, measured over a stream of calls.
 
     An input of a bidirectional layer is a sequence; of a causal one (and of cross-attention) a position,
@@ -56,12 +58,12 @@ class MaeMeasure:
         least_count, top_tokens: of `TokenExpertCounts.indicative_tokens`.
     """
 
+    sections = SECTIONS
+
     def __init__(
         self, model: nn.Module, vocabulary: Vocabulary, *, least_count: int = 10, top_tokens: int = 10
     ):
-        self.vocabulary = vocabulary
-        self.least_count = least_count
-        self.top_tokens = top_tokens
+        super().__init__(model, vocabulary, least_count=least_count, top_tokens=top_tokens)
         self.layers = {
             part: [_Layer(mixture) for mixture in mixtures]
             for part, mixtures in mixtures_by_part(model, MixtureOfHeads).items()
@@ -112,6 +114,9 @@ class MaeMeasure:
             ),
         }
 
+    def facts(self, tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
+        return {"mean gate entropy": float(tables["mae_entropy"]["entropy"].mean())}
+
     @staticmethod
     def _experts(place: dict[str, Any], layer: _Layer) -> list[dict[str, Any]]:
         shares, weights = (x / layer.inputs for x in (layer.attributed, layer.weight))
@@ -142,3 +147,6 @@ class MaeMeasure:
             for expert, tokens in enumerate(found)
             for token, pmi, count in tokens
         ]
+
+
+MEASURES = (MaeMeasure,)

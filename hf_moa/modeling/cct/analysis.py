@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_moa.analysis.budget_names import budget_name
+from hf_moa.analysis.measure import Measure
+from hf_moa.analysis.observe import Observation, Tokens, attention_layers, part_of
+from hf_moa.analysis.vocabulary import Vocabulary
 from hf_moa.gated_models import is_instance_by_name
-from hf_moa.modeling.cct.costs import AttentionCost, used_and_full
-from hf_moa.modeling.cct.feed_forward import FeedForwardGate
-from hf_moa.modeling.core.precision import in_float64
 
-from .observe import Observation, Tokens, attention_layers, part_of
-from .vocabulary import Vocabulary
+from ..core.precision import in_float64
+from .costs import AttentionCost, used_and_full
+from .feed_forward import FeedForwardGate
+from .report import SECTIONS
 
 _BINS = 20  # of the distribution of compute over tokens
 
@@ -82,7 +85,7 @@ class _StackUse:
             self.by_step[kind] = _sum_padded(self.by_step.get(kind, new.new_zeros(2, 0)), new)
 
 
-class CctMeasure:
+class CctMeasure(Measure):
     """Bapna et al. 2020, section 5, measured over a stream of calls at several budgets.
 
     A token's compute is what its gates let through in its stack, in multiply-accumulates, of what all
@@ -100,6 +103,9 @@ class CctMeasure:
         most_steps: positions that `cct_steps` goes to.
     """
 
+    sections = SECTIONS
+    at_every_budget = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -109,9 +115,7 @@ class CctMeasure:
         top_tokens: int = 10,
         most_steps: int = 128,
     ):
-        self.vocabulary = vocabulary
-        self.least_count = least_count
-        self.top_tokens = top_tokens
+        super().__init__(model, vocabulary, least_count=least_count, top_tokens=top_tokens)
         self.most_steps = most_steps
         self.costs: dict[str, list[_LayerCosts]] = {}
         for layer in model.modules():
@@ -246,13 +250,6 @@ def token_costs(costs: dict[str, list[_LayerCosts]], observation: Observation) -
     return found
 
 
-def budget_name(budget: Any) -> Any:
-    """A number, or the pair of an encoder and a decoder in words."""
-    if isinstance(budget, (tuple, list)):
-        return ", ".join(f"{number:g}" for number in budget)
-    return budget
-
-
 def _sub_networks(
     observation: Observation, stack: str, gates: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, Tokens]]:
@@ -272,3 +269,6 @@ def _sum_padded(one: Tensor, other: Tensor) -> Tensor:
     """The sum of `[2, n]` and `[2, m]`, the shorter one filled up with zeros."""
     size = max(one.shape[1], other.shape[1])
     return sum(nn.functional.pad(x, (0, size - x.shape[1])) for x in (one, other))
+
+
+MEASURES = (CctMeasure,)

@@ -12,14 +12,16 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from hf_moa.analysis.measure import Measure
+from hf_moa.analysis.observe import Observation, mixtures_by_part
+from hf_moa.analysis.token_counts import TokenExpertCounts
+from hf_moa.analysis.vocabulary import Vocabulary
 from hf_moa.gated_models import is_instance_by_name
-from hf_moa.modeling.core.precision import in_float64, without_autocast
-from hf_moa.modeling.moa.mixture import MixtureOfAttentionExperts
-from hf_moa.modeling.routing.routers import TopKRouter, largest
 
-from .observe import Observation, mixtures_by_part
-from .token_counts import TokenExpertCounts
-from .vocabulary import Vocabulary
+from ..core.precision import in_float64, without_autocast
+from ..moa.mixture import MixtureOfAttentionExperts
+from .report import SECTIONS
+from .routers import TopKRouter, largest
 
 
 class _Layer:
@@ -56,7 +58,7 @@ def _router_of(mixture: MixtureOfAttentionExperts) -> TopKRouter:
     return next(module for module in mixture.modules() if is_instance_by_name(module, TopKRouter))
 
 
-class MoaMeasure:
+class MoaMeasure(Measure):
     """Zhang et al. 2022, section 6, measured over a stream of calls.
 
     Args:
@@ -66,12 +68,12 @@ class MoaMeasure:
             of the most frequent tokens have their preferences shown.
     """
 
+    sections = SECTIONS
+
     def __init__(
         self, model: nn.Module, vocabulary: Vocabulary, *, least_count: int = 10, top_tokens: int = 10
     ):
-        self.vocabulary = vocabulary
-        self.least_count = least_count
-        self.top_tokens = top_tokens
+        super().__init__(model, vocabulary, least_count=least_count, top_tokens=top_tokens)
         self.layers = {
             part: [_Layer(_router_of(mixture)) for mixture in mixtures]
             for part, mixtures in mixtures_by_part(model, MixtureOfAttentionExperts).items()
@@ -199,3 +201,6 @@ def _preferences(place: dict[str, Any], counts: Tensor) -> list[dict[str, Any]]:
         place | {"count": round(total), "expert": expert, "share": count / total}
         for expert, count in enumerate(counts.tolist())
     ]
+
+
+MEASURES = (MoaMeasure,)
