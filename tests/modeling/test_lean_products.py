@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from transformers.pytorch_utils import Conv1D
 
-from hf_moa.modeling.mae.fast_products import project_weighted, tanh_dropout
+from hf_moa.modeling.mae.fast_products import project_weighted
 
 HEADS, SIZE, WIDE = 3, 4, 5
 
@@ -103,28 +103,6 @@ def test_projection_under_autocast():
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.05)
 
 
-def test_tanh_with_dropout():
-    torch.manual_seed(0)
-    x = torch.randn(40, 50, dtype=torch.float64, requires_grad=True)
-
-    def function(x):
-        torch.manual_seed(1)
-        return tanh_dropout(x, 0.3)
-
-    y = function(x)
-    dropped = y == 0
-    assert 0.25 < dropped.double().mean() < 0.35
-    torch.testing.assert_close(y[~dropped], torch.tanh(x[~dropped]) / 0.7)
-    small = x[:4, :5].detach().requires_grad_()
-    assert gradcheck(function, small)
-    assert gradgradcheck(function, small)
-
-
-def test_tanh_with_dropout_keeps_its_result_once():
-    x = torch.randn(40, 50, requires_grad=True)
-    assert saved_bytes(lambda: tanh_dropout(x, 0.3)) == x.nbytes + x.numel()
-
-
 def test_transforms_take_the_plain_form():
     linear = linear_layers()["Linear"]
     context, weights = inputs(6)
@@ -139,14 +117,6 @@ def test_transforms_take_the_plain_form():
     for i, grad in enumerate(grads):
         one = torch.autograd.grad(y, wanted, grad, retain_graph=True)
         torch.testing.assert_close([each[i] for each in batched], list(one))
-    dropped = tanh_dropout(context, 0.3)
-    grads = torch.randn(3, *dropped.shape, dtype=torch.float64)
-    (batched,) = torch.autograd.grad(dropped, context, grads, retain_graph=True, is_grads_batched=True)
-    (one,) = torch.autograd.grad(dropped, context, grads[1])
-    torch.testing.assert_close(batched[1], one)
-    assert torch.func.vmap(lambda x: tanh_dropout(x, 0.3), randomness="different")(tangent).shape == (
-        tangent.shape
-    )
 
 
 @pytest.mark.slow
@@ -163,6 +133,3 @@ def test_compiles_to_one_graph():
         for run in (function, torch.compile(function, fullgraph=True))
     ]
     torch.testing.assert_close(grads[1], grads[0])
-    x = torch.randn(4, 5, requires_grad=True)
-    torch.compile(lambda x: tanh_dropout(x, 0.3), fullgraph=True)(x).sum().backward()
-    assert x.grad.shape == x.shape

@@ -8,7 +8,6 @@ from references import cv_squared
 
 from hf_moa.modeling.core.records import LayerRecord, Record
 from hf_moa.modeling.routing import losses as router_losses
-from hf_moa.modeling.routing import routers as routing
 from hf_moa.modeling.routing.routers import Noise, NoisyTopKRouter, TopKRouter
 from hf_moa.modeling.routing.totals import router_terms
 
@@ -261,14 +260,3 @@ def test_half_precision_routes_in_float32(dtype):
     x, mask = hidden()
     routing = made(x.to(dtype), mask)
     assert routing.weight.dtype == routing.logits.dtype == torch.float32
-
-
-@pytest.mark.parametrize("num_experts", [3, 64, routing._MOST_TO_SORT + 1])
-def test_largest_is_topk(num_experts):
-    values = torch.randn(2, 5, num_experts, requires_grad=True)
-    expected = values.topk(3, dim=-1)
-    index = routing.largest(values, 3)
-    assert torch.equal(index, expected.indices)
-    with torch.inference_mode():
-        assert torch.equal(routing.largest(values.double(), 3), expected.indices)
-    assert torch.equal(torch.vmap(lambda row: routing.largest(row, 3))(values), expected.indices)

@@ -29,7 +29,6 @@ from ..core.macs import Macs
 from ..core.records import Record
 from .functions import GroupedQueries, eager_attention_forward
 from .multi_head import MultiHead
-from .shared_keys import heads_as_queries, takes_heads_as_queries
 
 Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -280,9 +279,6 @@ class AttentionFlow(nn.Module):
         if call.is_paged:  # the cache holds the heads of keys, and gives those of earlier calls
             query = query.transpose(1, 2)
             key, value = with_paged_keys(key, value, kwargs, layer_idx=self.layer_idx)
-        elif takes_heads_as_queries(self, query, attention_mask, position_bias):
-            query, attention_mask = heads_as_queries(query, attention_mask)
-            layer, kwargs["is_causal"] = self, False
         else:
             query = query.transpose(1, 2)
             if self.num_kv_heads == 1 and heads > 1:

@@ -58,31 +58,3 @@ class _ProjectWeighted(torch.autograd.Function):
 def _reusable(x: Tensor, grad: Tensor) -> Tensor | None:
     """`x`, to be written over; None where a graph may hold it, or a transform has no rule for that."""
     return None if torch.is_grad_enabled() or needs_autograd(grad) else x
-
-
-def tanh_dropout(x: Tensor, p: float) -> Tensor:
-    """Dropout with probability `p` of `tanh(x)`, in training.
-
-    Backward keeps the result and which of it was dropped, a byte each.
-    """
-    if needs_autograd(x):
-        return nn.functional.dropout(torch.tanh(x), p)
-    return _TanhDropout.apply(x, p)
-
-
-class _TanhDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, p):
-        kept = torch.empty_like(x).bernoulli_(1 - p)
-        y = torch.tanh(x).mul_(kept).mul_(1 / (1 - p))
-        ctx.save_for_backward(y, kept.bool())
-        ctx.scale = 1 / (1 - p)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        y, kept = ctx.saved_tensors
-        # tanh' = 1 - tanh^2, of y = scale * tanh where it was kept
-        slope = (y * y).mul_(-1 / ctx.scale).add_(ctx.scale)
-        slope.mul_(kept)
-        return torch.mul(grad, slope, out=_reusable(slope, grad)), None

@@ -11,7 +11,6 @@ from transformers import initialization as init
 
 from ..core.linear_slices import is_plain, is_watched
 from ..core.precision import at_least_float32, cast
-from .fast_products import tanh_dropout
 from .norm import GateBatchNorm
 
 
@@ -69,18 +68,8 @@ class MaeGate(nn.Module):
         hidden = self._hidden(x, valid, dtype, past)
         if pool is not None:
             hidden = cast(pool(hidden), dtype)
-        logits = self.out(self._activate(hidden))
+        logits = self.out(self.dropout(torch.tanh(hidden)))
         return at_least_float32(logits).softmax(dim=-1)
-
-    def _activate(self, hidden: Tensor) -> Tensor:
-        """`dropout(tanh(hidden))`."""
-        dropout = self.dropout
-        if type(dropout) is nn.Dropout and not is_watched(dropout):
-            if not dropout.training:
-                return torch.tanh(hidden)
-            if 0 < dropout.p < 1:
-                return tanh_dropout(hidden, dropout.p)
-        return dropout(torch.tanh(hidden))
 
     def _hidden(self, x: Tensor, valid: Tensor | None, dtype: torch.dtype, past: Any) -> Tensor:
         """`dense(norm(x))`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +19,8 @@ _ROWS = 512
 def cpu_expert_groups(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The rows of a flattened `index` `[n, k]`, expert by expert: their numbers `[n * k]` int64, and
     where each expert's end `[N]` int64."""
-    flat = index.reshape(-1).numpy()
-    # 16 bits are sorted by radix, ten times as fast as `Tensor.argsort`
-    order = np.argsort(flat.astype(np.uint16 if num_experts < 2**16 else np.int64), kind="stable")
-    ends = np.bincount(flat, minlength=num_experts).cumsum()
-    return torch.from_numpy(order), torch.from_numpy(ends)
+    flat = index.reshape(-1)
+    return flat.argsort(stable=True), flat.bincount(minlength=num_experts).cumsum(0)
 
 
 class _Groups:

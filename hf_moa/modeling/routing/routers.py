@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..core.precision import at_least_float32
 from ..core.process_sum import sum_over_processes
-from ..core.tracing import is_traced, is_transformed
 from .losses import (
     expert_counts,
     expert_load,
@@ -24,8 +22,6 @@ from .losses import (
     smooth_load,
     z_loss,
 )
-
-_MOST_TO_SORT = 128
 
 
 class Noise(NamedTuple):
@@ -136,8 +132,7 @@ class TopKRouter(nn.Module):
     def select(self, logits: Tensor, padding_mask: Tensor | None, noise: Noise | None = None) -> Routing:
         """Keep the k best of `logits` `[B, T, N]`."""
         probabilities = logits.softmax(dim=-1)
-        index = largest(probabilities, self.num_selected)
-        top = probabilities.gather(-1, index)
+        top, index = probabilities.topk(self.num_selected, dim=-1)
         normalizer = top.sum(dim=-1, keepdim=True)
         return Routing(
             index=index,
@@ -147,16 +142,6 @@ class TopKRouter(nn.Module):
             noise=noise,
             balances_globally=self.balances_globally and self.training,
         )
-
-
-def largest(values: Tensor, k: int) -> Tensor:
-    """Where the k largest of `values` `[..., N]` are, the largest first: `[..., k]` int64."""
-    few = values.shape[-1] <= _MOST_TO_SORT
-    if values.device.type != "cpu" or not few or is_traced(values) or is_transformed():
-        return values.topk(k, dim=-1).indices
-    # on a CPU, to sort all of them takes a third of `topk`'s time
-    order = np.argsort(-values.detach().numpy(), axis=-1)
-    return torch.from_numpy(np.ascontiguousarray(order[..., :k]))
 
 
 class NoisyTopKRouter(TopKRouter):
