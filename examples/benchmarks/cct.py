@@ -10,7 +10,6 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from hf_moa import MoaBertConfig, MoaBertModel
-from hf_moa.modeling.cct.control import ControlNetwork
 from hf_moa.timing import compare
 
 SIZES = {"cpu": ((384, 12), (768, 12)), "cuda": ((768, 12), (1024, 16))}  # d, h
@@ -58,14 +57,5 @@ def measure(*, turns: int, dtype: torch.dtype, compiled: bool = False) -> Iterat
 def run_gated(run: Callable[[], object], model: nn.Module, execution: str, share: float) -> object:
     """A call of the model with an execution and a share of open gates."""
     model.set_cct_execution(execution)
-    decide = ControlNetwork.forward
-
-    def open_some(self: ControlNetwork, hidden_states: torch.Tensor) -> torch.Tensor:
-        gates = decide(self, hidden_states)
-        return (torch.rand(gates.shape) < share).to(gates.dtype)
-
-    ControlNetwork.forward = open_some
-    try:
-        return run()
-    finally:
-        ControlNetwork.forward = decide
+    model.set_cct_gates(share)
+    return run()

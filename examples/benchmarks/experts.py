@@ -1,14 +1,12 @@
 """The projections of MoA's experts: all of them, of which the chosen are kept, against expert by expert.
-Where they cross is what `computes_by_expert` in `hf_moa/modeling/expert_linear.py` reckons with."""
+Where they cross is what `computes_by_expert` in `hf_moa/modeling/moa/projections.py` reckons with."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from unittest import mock
 
 import torch
 from tables import Table
 
-from hf_moa.modeling.moa import projections as expert_linear
 from hf_moa.modeling.moa.projections import ExpertInput, ExpertOutput
 from hf_moa.timing import compare
 
@@ -28,8 +26,8 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
                     experts = times * selected
                     run = projections(tokens, hidden_size, head_dim, selected, experts, dtype, training)
                     candidates = {
-                        name: partial(run_in_form, run, by_expert)
-                        for name, by_expert in {"all experts": False, "by expert": True}.items()
+                        name: run(execution)
+                        for name, execution in {"all experts": "dense", "by expert": "sparse"}.items()
                     }
                     what = "training" if training else "inference"
                     yield Table(
@@ -48,8 +46,8 @@ def projections(
     experts: int,
     dtype: torch.dtype,
     training: bool,
-) -> Callable[[], object]:
-    """Both maps, and in training their gradients."""
+) -> Callable[[str], Callable[[], object]]:
+    """Of an execution: both maps, and in training their gradients."""
     into = ExpertInput(num_experts=experts, in_features=hidden_size, out_features=head_dim).to(dtype)
     out_of = ExpertOutput(num_experts=experts, in_features=head_dim, out_features=hidden_size).to(dtype)
     index = torch.rand(1, tokens, experts).topk(selected).indices
@@ -59,14 +57,10 @@ def projections(
     learning = [x, context, *into.parameters(), *out_of.parameters()]
     gradients = [torch.randn_like(context), torch.randn_like(x)]
 
-    def run() -> object:
+    def compute(execution: str) -> object:
+        into.moa_execution = out_of.moa_execution = execution
         with torch.set_grad_enabled(training):
             outputs = [into(x, index), out_of(context, index, weight)]
         return torch.autograd.grad(outputs, learning, gradients) if training else outputs
 
-    return run
-
-
-def run_in_form(run: Callable[[], object], by_expert: bool) -> object:
-    with mock.patch.object(expert_linear, "computes_by_expert", return_value=by_expert):
-        return run()
+    return lambda execution: partial(compute, execution)

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import hf_moa
 from hf_moa.modeling.attention.flow import AttentionFlow
 from hf_moa.modeling.mae.mixture import MixtureOfHeads
-from hf_moa.modeling.moa import projections as expert_linear
 from hf_moa.modeling.moa.projections import ExpertInput
 
 LENGTH = 9
@@ -85,22 +84,21 @@ def test_total_equals_torchs_counter_for_every_head(case):
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
-def test_active_experts_equal_torchs_counter(name, monkeypatch):
+def test_active_experts_equal_torchs_counter(name):
     """Expert by expert, what is computed is what is active, forward and backward."""
-    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
     model = build(CASE[name], attention_type="moa", num_attention_experts=6, head_dim=12)
+    model.set_moa_execution("sparse")
     counted, _ = run_one_sequence(model, CASE[name])
     assert counted == model.flops(**lengths_of(model)).active + products_outside_the_equations(model)
 
 
 def test_torch_counts_the_backward_of_expert_products():
     counts = []
-    for by_expert in (True, False):
+    for execution in ("sparse", "dense"):
         torch.manual_seed(0)
-        layer = ExpertInput(num_experts=3, in_features=8, out_features=4)
+        layer = ExpertInput(num_experts=3, in_features=8, out_features=4, execution=execution)
         x, index = torch.randn(1, 5, 8, requires_grad=True), torch.randint(3, (1, 5, 3))
-        with pytest.MonkeyPatch.context() as patch, FlopCounterMode(display=False) as counter:
-            patch.setattr(expert_linear, "computes_by_expert", lambda *_, form=by_expert: form)
+        with FlopCounterMode(display=False) as counter:
             layer(x, index).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] == 3 * 2 * 5 * 3 * 8 * 4  # k = N: all are computed in both

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import assert_same_with_gradients, hidden, randomize, tiny_config
+from families import CASE
 from layers import attention_layer, each_backbone, new_attention_layer
 from references import moa_attention
 
@@ -114,3 +115,28 @@ def test_losses_are_summed_over_layers_and_weighted():
     torch.testing.assert_close(output.aux_loss, expected)
     for name in coefficients:
         torch.testing.assert_close(output.aux_losses[name], sum(losses[name] for losses in captured))
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_executions_compute_the_same(name):
+    model = CASE[name].build(attention_type="moa").double()
+    inputs, found = CASE[name].inputs(), []
+    for execution in ("dense", "sparse", "auto"):
+        model.set_moa_execution(execution)
+        assert model.config.moa_execution == execution
+        logits = model(**inputs).logits
+        gradients = torch.autograd.grad(logits.sin().sum(), list(model.parameters()), allow_unused=True)
+        found.append((logits, *gradients))
+    for others in found[1:]:
+        for one, other in zip(others, found[0], strict=True):
+            if other is not None:
+                torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-8)
+
+
+def test_bad_executions_are_errors():
+    with pytest.raises(ValueError, match="moa_execution must be one of 'auto', 'sparse', 'dense'"):
+        CASE["BertModel"].config(moa_execution="fast")
+    with pytest.raises(ValueError, match="execution must be one of"):
+        CASE["BertModel"].build(attention_type="moa").set_moa_execution("fast")
+    with pytest.raises(ValueError, match="set_moa_execution needs attention_type='moa'"):
+        CASE["BertModel"].build().set_moa_execution("dense")

@@ -136,14 +136,14 @@ def test_gradients_are_the_same(case, fields):
 
 
 class RandomGates:
-    """In the place of `ControlNetwork.forward`: the same hard gates in each run."""
+    """The same hard gates in each run."""
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)
         self.seen = set()
 
     def __call__(self, network, x):
-        shape = *x.shape[:-1], network.out.out_features
+        shape = *x.shape[:-1], network.num_gates
         gates = torch.randint(0, 2, shape, generator=self.generator)
         if shape[-1] == 2:
             self.seen |= set(map(tuple, gates.flatten(0, -2).tolist()))
@@ -155,7 +155,7 @@ class RandomGates:
     "case", [c for c in LANGUAGE_MODELS if c.family.name != "bert"], ids=lambda c: c.family.name
 )
 @pytest.mark.parametrize("attention_type", ["mha", "mae", "moa"])
-def test_token_by_token(case, attention_type, mode, monkeypatch):
+def test_token_by_token(case, attention_type, mode):
     """A step of one sequence has short ways of its own for whatever is open."""
     fields = {"cct_budgets": [1, 0.5], "attention_type": attention_type}
     ids = torch.randint(5, 67, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -163,7 +163,7 @@ def test_token_by_token(case, attention_type, mode, monkeypatch):
     for execution in ("dense", "sparse"):
         model = build(case, execution, **fields)
         gates = RandomGates()
-        monkeypatch.setattr(ControlNetwork, "forward", lambda *args, gates=gates: gates(*args))
+        model.set_cct_gates(gates)
         found, inputs = {"past_key_values": None}, {}
         if case.family.name == "t5":
             inputs["encoder_outputs"] = model.get_encoder()(ids[:, :5])
@@ -181,7 +181,7 @@ def test_token_by_token(case, attention_type, mode, monkeypatch):
 
 @pytest.mark.parametrize("open_parts", list(itertools.product([0.0, 1.0], repeat=4)), ids=str)
 @pytest.mark.parametrize("kind", ["conv1d", "linear", "no bias", "gated"])
-def test_one_token_takes_open_parts_side_by_side_at_once(open_parts, kind, monkeypatch):
+def test_one_token_takes_open_parts_side_by_side_at_once(open_parts, kind):
     def layer(size_in, size_out):
         if kind == "conv1d":
             return Conv1D(size_out, size_in).double()
@@ -200,7 +200,7 @@ def test_one_token_takes_open_parts_side_by_side_at_once(open_parts, kind, monke
     down = layer(8, 6)
     x = torch.randn(1, 1, 6, dtype=torch.float64, requires_grad=True)
     gates = torch.tensor(open_parts, dtype=x.dtype).view(1, 1, 4)
-    monkeypatch.setattr(ControlNetwork, "forward", lambda *args: gates)
+    gate.control.forced = lambda *args: gates
 
     def activation(hidden, *others):
         calls.append(hidden.shape[-1] // 2)
@@ -209,7 +209,7 @@ def test_one_token_takes_open_parts_side_by_side_at_once(open_parts, kind, monke
     results = []
     for execution in ("dense", "sparse"):
         calls = []
-        gate.eval().execution = execution
+        gate.eval().cct_execution = execution
         y, _ = gated_dense(x, None, up=up, activation=activation, down=down, gate=gate)
         weights = [*(m.weight for m in up), down.weight]
         gradients = torch.autograd.grad((x + y).sin().sum(), [x, *weights], materialize_grads=True)
@@ -221,16 +221,17 @@ def test_one_token_takes_open_parts_side_by_side_at_once(open_parts, kind, monke
 
 @pytest.mark.parametrize("open_gates", [0.0, 1.0])
 @pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda c: c.family.name)
-def test_all_closed_and_all_open(case, open_gates, monkeypatch):
-    monkeypatch.setattr(
-        "hf_moa.modeling.cct.control.ControlNetwork.forward",
-        lambda self, x: x.new_full((*x.shape[:-1], self.out.out_features), open_gates),
-    )
+def test_all_closed_and_all_open(case, open_gates):
     inputs = case.inputs()
     logits = []
     for execution in ("dense", "sparse"):
         model = build(case, execution, cct_budgets=[1, 0.5], cct_sublayer_norm=False)
-        logits.append(model(**inputs).logits)
+        model.set_cct_gates(open_gates)
+        outputs = model(**inputs)
+        assert torch.equal(
+            outputs.compute_fraction, torch.full((3,), open_gates).to(outputs.compute_fraction)
+        )
+        logits.append(outputs.logits)
         assert logits[-1].isfinite().all()
     real = ... if case.family.name == "t5" else inputs["attention_mask"].bool()
     torch.testing.assert_close(logits[1][real], logits[0][real], atol=1e-9, rtol=1e-9)
@@ -399,7 +400,7 @@ def test_execution_is_chosen_at_run_time_in_every_stack(name):
         gates = [m for m in model.modules() if isinstance(m, FeedForwardGate)]
         assert len(layers) >= len(gates) > 0
         assert {layer.config.cct_execution for layer in layers} == {execution}
-        assert {gate.execution for gate in gates} == {execution}
+        assert {gate.cct_execution for gate in gates} == {execution}
         assert model.config.cct_execution == execution
 
 
@@ -418,3 +419,21 @@ def test_mask_of_pairs_must_not_hold_integers(execution):
     mask = torch.ones(ids.shape[0], 1, ids.shape[1], ids.shape[1], dtype=torch.long).tril()
     with pytest.raises((ValueError, RuntimeError), match=r"att(n|ention)_mask"):
         model(ids, attention_mask=mask)
+
+
+def test_forced_gates_rule_eval_until_they_are_let_go():
+    model = build(LANGUAGE_MODELS[0], "dense", cct_budgets=[1, 0.5])
+    inputs = LANGUAGE_MODELS[0].inputs()
+    own = model(**inputs).logits
+    model.set_cct_gates(0.3)
+    shares = [model(**inputs).compute_fraction.mean().item() for _ in range(20)]
+    assert 0.1 < sum(shares) / 20 < 0.5
+    assert len(set(shares)) > 10
+    assert 0 < model.train()(**inputs, output_cct_gates=True).cct_gates[0]["query"].min() < 1
+    model.eval().set_cct_gates(None)
+    assert torch.equal(model(**inputs).logits, own)
+    for bad in (1.5, "half"):
+        with pytest.raises(ValueError, match=r"gates must be a share in \[0, 1\], a function or None"):
+            model.set_cct_gates(bad)
+    with pytest.raises(ValueError, match="set_cct_gates needs a model with CCT"):
+        LANGUAGE_MODELS[0].build().set_cct_gates(0.5)

@@ -69,7 +69,7 @@ class AttentionGates(nn.Module):
         super().__init__()
         self.joint_context = joint_context
         self.is_causal = is_causal
-        self.execution = execution
+        self.cct_execution = execution
         self.cost = AttentionCost.of(
             hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
         )

@@ -8,6 +8,7 @@ decision, and what is gated off is skipped. A budget tells the model how much to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class ControlNetwork(nn.Module):
     def __init__(self, *, hidden_size: int, gate_hidden_size: int, num_gates: int, starts_open: bool):
         super().__init__()
         self.starts_open = starts_open
+        self.num_gates = num_gates
+        self.forced: Callable[[ControlNetwork, Tensor], Tensor] | None = None  # see `set_cct_gates`
         self.dense = nn.Linear(hidden_size, gate_hidden_size)
         self.out = nn.Linear(gate_hidden_size, num_gates)
         # A tensor, so that a change of the noise recompiles nothing. The trainer sets it.
@@ -54,6 +57,8 @@ class ControlNetwork(nn.Module):
             init.constant_(self.out.bias, OPEN_GATE_LOGIT)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.forced is not None and not self.training:
+            return self.forced(self, hidden_states)
         logits = self.out(torch.relu(self.dense(hidden_states)))
         if not self.training:
             return (~(logits < 0)).to(logits.dtype)  # NaN is not skipped: the result says it

@@ -44,7 +44,7 @@ class FeedForwardGate(nn.Module):
         execution: str,
     ):
         super().__init__()
-        self.execution = execution
+        self.cct_execution = execution
         self.num_splits = num_splits
         self.part_cost = part_cost
         self.control = ControlNetwork(
@@ -63,7 +63,7 @@ class FeedForwardGate(nn.Module):
         """How this call is computed."""
         if self.training or self.control.training:
             return Execution.GATED
-        return choose_execution(self.execution, GatedParts(gates, self.part_cost))
+        return choose_execution(self.cct_execution, GatedParts(gates, self.part_cost))
 
     def split(self, activation: Tensor, gates: Tensor) -> Tensor:
         """Gate the M slices of a hidden activation `[B, T, ff]`.

@@ -31,7 +31,7 @@ from .token_subset import TokenSubset
 
 def may_skip(module: nn.Module, call: AttentionCall, gates: Tensor) -> bool:
     """Whether the gates of an `AttentionGates` are hard, can be looked at, and may skip something."""
-    if module.execution == "dense" or module.training or module.is_soft or call.is_paged:
+    if module.cct_execution == "dense" or module.training or module.is_soft or call.is_paged:
         return False
     return not (is_traced(gates) or is_transformed(gates))
 
@@ -91,7 +91,7 @@ class _SparseCall:
 
     def choose_execution(self) -> Execution:
         """How the call is computed, behind a compact cache or without one."""
-        wanted, gates, cost = self.module.execution, self.gates, self.module.cost
+        wanted, gates, cost = self.module.cct_execution, self.gates, self.module.cost
         on_compact = wanted == "auto" and self.cached is not None
         batch_size, length = gates.query.shape
         if on_compact and (batch_size == 1 or length > 1):
@@ -191,7 +191,7 @@ class _SparseCall:
         call = self.call
         if not self.is_sdpa or call.place is not None:
             return False
-        if call.position_bias is None or self.module.execution == "sparse":
+        if call.position_bias is None or self.module.cct_execution == "sparse":
             return True
         return gathering_scores_pays(queries, keys, masked=call.attention_mask is not None)
 
@@ -209,7 +209,7 @@ class _SparseCall:
 
     def _becomes_compact(self, held: GatedDynamicLayer) -> bool:
         layer, cost = self.layer, self.module.cost
-        pays = self.module.execution == "sparse" or compact_cache_pays(
+        pays = self.module.cct_execution == "sparse" or compact_cache_pays(
             held,
             self.gates.kv,
             size=layer.num_kv_heads * layer.head_dim,

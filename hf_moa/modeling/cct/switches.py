@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.slots import GATINGS
@@ -42,8 +44,35 @@ class CctSwitches:
         for module in self.modules():
             if isinstance(module, CctSwitches):
                 module.config.cct_execution = execution
-            elif "execution" in vars(module):
-                module.execution = execution
+            elif "cct_execution" in vars(module):
+                module.cct_execution = execution
+
+    def set_cct_gates(self, gates: Callable[[Any, Tensor], Tensor] | float | None) -> None:
+        """Decide in eval what CCT's gates let through, instead of the control networks: to measure a
+        model at a share of open gates, or to compare forms of execution.
+
+        Args:
+            gates: a share of open gates, drawn for each token; or a function of a `ControlNetwork` and
+                its inputs `[B, T, d]` that returns gates `[B, T, n]`, zeros and ones, for its
+                `num_gates` n; None lets the networks decide again.
+
+        Raises:
+            ValueError: the model has no CCT, or the share is not in [0, 1].
+        """
+        if not callable(gates) and gates is not None:
+            if not isinstance(gates, Real) or not 0 <= gates <= 1:
+                raise ValueError(f"gates must be a share in [0, 1], a function or None (got {gates!r}).")
+            share = float(gates)
+
+            def gates(network: Any, x: Tensor) -> Tensor:
+                return (torch.rand(*x.shape[:-1], network.num_gates, device=x.device) < share).to(
+                    x.dtype
+                )
+
+        self._budget_controls("set_cct_gates")
+        for module in self.modules():
+            if getattr(module, "gate_kind", None) == "cct":
+                module.forced = gates
 
     def set_cct_noise_scale(self, scale: float) -> None:
         """Set alpha, the scale of the noise on CCT's gates in training (Bapna et al. 2020).

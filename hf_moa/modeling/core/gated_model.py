@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from ..cct.switches import CctSwitches
 from ..config.gating import saving_model
 from ..mae.switches import MaeSwitches
+from ..moa.switches import MoaSwitches
 from .initialization import InitScales
 from .mechanism import mechanisms_of
 from .outputs import batch_term
@@ -22,7 +23,7 @@ from .sharding import FSDPModule
 from .slots import require_code
 
 
-class GatedModel(MaeSwitches, CctSwitches):
+class GatedModel(MaeSwitches, MoaSwitches, CctSwitches):
     """Mixin for the `PreTrainedModel` subclasses of a gated backbone; put it first.
 
     It validates the configuration, initialises the gates, and holds the switches that rule them at

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.fields import check_int, fail
+from ..core.fields import check_choice, check_int, fail
 from ..core.mechanism import Mechanism
+
+MOA_EXECUTIONS = ("auto", "sparse", "dense")
 
 
 @dataclass(kw_only=True, repr=False)
@@ -16,13 +18,19 @@ class MoaFields:
     Args:
         num_attention_experts (`int` or `None`, defaults to `None`):
             N of MoA, at least `num_attention_heads` (k); `None`: 2k.
+        moa_execution (`str`, defaults to `"auto"`):
+            How the experts' projections are computed: `"sparse"` computes only the chosen experts,
+            `"dense"` computes all and selects, `"auto"` takes the faster one, as measured. All compute
+            the same function. (Exported graphs, and transforms of `torch.func`, are always dense.)
     """
 
     num_attention_experts: int | None = None
+    moa_execution: str = "auto"
 
 
 def _check_moa(config: Any) -> None:
     check_int(config, "num_attention_experts", minimum=1, optional=True)
+    check_choice(config, "moa_execution", MOA_EXECUTIONS)
     heads, experts = config.num_attention_heads, config.num_attention_experts
     if MOA.is_on(config) and experts is not None and experts < heads:
         rule = f"must be at least num_attention_heads={heads}, the heads active per token"

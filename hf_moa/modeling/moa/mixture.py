@@ -33,6 +33,7 @@ class MixtureOfAttentionExperts(MultiHead):
         num_experts, num_selected: N and k.
         head_dim: dh.
         router_type: "topk" or "noisy_topk".
+        execution: of the projections, "auto", "sparse" or "dense".
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class MixtureOfAttentionExperts(MultiHead):
         num_selected: int,
         head_dim: int,
         router_type: str = "topk",
+        execution: str = "auto",
     ):
         super().__init__(num_heads=num_selected, head_dim=head_dim)
+        self.moa_execution = execution
         self.num_experts = num_experts
         self.router = ROUTERS[router_type](
             hidden_size=hidden_size,
@@ -63,6 +66,7 @@ class MixtureOfAttentionExperts(MultiHead):
             num_selected=num_heads,
             head_dim=head_dim,
             router_type=config.router_type,
+            execution=config.moa_execution,
         )
 
     num_kv_heads = 1
@@ -79,6 +83,7 @@ class MixtureOfAttentionExperts(MultiHead):
             in_features=hidden_size,
             out_features=self.head_dim,
             bias=bias,
+            execution=self.moa_execution,
         )
 
     def make_output(self, linear: Linear, hidden_size: int, *, bias: bool = True) -> ExpertOutput:
@@ -87,6 +92,7 @@ class MixtureOfAttentionExperts(MultiHead):
             in_features=self.head_dim,
             out_features=hidden_size,
             bias=bias,
+            execution=self.moa_execution,
         )
 
     def route(

@@ -39,8 +39,8 @@ def multiplies_on_tensor_cores(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 or torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
-    """Whether computing expert by expert is faster than computing all.
+def computes_by_expert(index: Tensor, weight: Tensor, execution: str = "auto") -> bool:
+    """Whether to compute expert by expert: as `moa_execution` says, or where it is faster.
 
     Dense products cost N a token. By expert they cost k, times a factor for moving the rows, and a
     fixed price, in multiplications; both were measured, on CPUs and on an H100. On a CPU the price is
@@ -50,9 +50,12 @@ def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
     Args:
         index: `[B, T, k]`, chosen experts.
         weight: `[N, a, b]`.
+        execution: `moa_execution` of the configuration.
     """
-    if _is_drawn_as_graph() or is_transformed():
+    if execution == "dense" or _is_drawn_as_graph() or is_transformed():
         return False
+    if execution == "sparse":
+        return weight.device.type == "cpu" or kernels_run_on(weight.device)
     num_experts, a, b = weight.shape
     dtype = compute_dtype(weight)
     if weight.device.type == "cpu":
@@ -69,8 +72,10 @@ def computes_by_expert(index: Tensor, weight: Tensor) -> bool:
     return is_faster and (weight.device.type == "cpu" or kernels_run_on(weight.device))
 
 
-def computes_by_slot(index: Tensor, weight: Tensor) -> bool:
+def computes_by_slot(index: Tensor, weight: Tensor, execution: str = "auto") -> bool:
     """Whether to take the k products of a single token one by one; see `computes_by_expert`."""
+    if execution == "dense":
+        return False
     if weight.device.type != "cpu" or torch.is_grad_enabled() or is_traced(index):
         return False
     if index.shape[0] * index.shape[1] != 1 or is_transformed():
@@ -90,8 +95,17 @@ class ExpertInput(nn.Module):
     Shapes: `x` `[B, T, in]`, `index` `[B, T, k]` -> `[B, T, k, out]`.
     """
 
-    def __init__(self, *, num_experts: int, in_features: int, out_features: int, bias: bool = True):
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        execution: str = "auto",
+    ):
         super().__init__()
+        self.moa_execution = execution
         self.num_experts = num_experts
         self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
@@ -107,12 +121,12 @@ class ExpertInput(nn.Module):
         return macs_of_experts(self.weight, index)
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
-        if computes_by_expert(index, self.weight):
+        if computes_by_expert(index, self.weight, self.moa_execution):
             dtype = compute_dtype(self.weight)
             bias = None if self.bias is None else self.bias.to(dtype)
             y = expert_input(x.flatten(0, 1).to(dtype), index.flatten(0, 1), self.weight.to(dtype), bias)
             return torch.unflatten(y, 0, index.shape[:2])
-        if computes_by_slot(index, self.weight):
+        if computes_by_slot(index, self.weight, self.moa_execution):
             chosen = index.flatten().tolist()
             biases = [None if self.bias is None else self.bias[e] for e in chosen]
             y = [
@@ -138,8 +152,17 @@ class ExpertOutput(nn.Module):
     Shapes: `x` `[B, T, k, in]`, `index` and `weight` `[B, T, k]` -> `[B, T, out]`.
     """
 
-    def __init__(self, *, num_experts: int, in_features: int, out_features: int, bias: bool = True):
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        execution: str = "auto",
+    ):
         super().__init__()
+        self.moa_execution = execution
         self.num_experts = num_experts
         self.in_features = in_features
         self.weight = nn.Parameter(torch.empty(num_experts, in_features, out_features))
@@ -156,7 +179,7 @@ class ExpertOutput(nn.Module):
         return macs_of_experts(self.weight, index)
 
     def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        if computes_by_expert(index, self.weight):
+        if computes_by_expert(index, self.weight, self.moa_execution):
             dtype = compute_dtype(self.weight)
             y = expert_output(
                 x.flatten(0, 1).to(dtype),
@@ -165,7 +188,7 @@ class ExpertOutput(nn.Module):
                 self.weight.to(dtype),
             )
             y = torch.unflatten(y, 0, index.shape[:2])
-        elif computes_by_slot(index, self.weight):
+        elif computes_by_slot(index, self.weight, self.moa_execution):
             weighted = x * weight.unsqueeze(-1).to(x.dtype)
             y = sum(
                 weighted[:, :, slot] @ self.weight[expert]
