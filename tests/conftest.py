@@ -12,6 +12,8 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 import pytest
 import torch
 
+from hf_moa.modeling.core.mechanism import MECHANISMS
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
     torch.set_num_threads(1)
@@ -31,3 +33,13 @@ def pytest_sessionfinish():
 def _seed():
     """Tests do not depend on which ran before them."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _mechanisms():
+    """What a test registers is unknown to the next."""
+    known = dict(MECHANISMS)
+    yield
+    if known != MECHANISMS:
+        MECHANISMS.clear()
+        MECHANISMS.update(known)

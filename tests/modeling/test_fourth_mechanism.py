@@ -8,11 +8,14 @@ import weighted_heads.mixture
 from common import TINY, assert_same_with_gradients, hidden, randomize
 from families import BERT, CASE, GPT2, T5, each_class, main_output
 from layers import attention_layer, each_backbone
+from peft import PeftModel, get_peft_model
 from references import attend, visibility
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification
 from weighted_heads.mechanism import WEIGHTED
 
-from hf_moa import MoaBertConfig, upcycle
+from hf_moa import FTGConfig, MoaBertConfig, upcycle
+from hf_moa.analysis import analyze
+from hf_moa.model_card import checkpoint_card
 from hf_moa.modeling.core.mechanism import MECHANISMS, register
 from hf_moa.modeling.core.slots import MIXTURES
 
@@ -20,13 +23,9 @@ FIELDS = {"attention_type": "weighted", "weighted_start": 0.5}
 
 
 @pytest.fixture(autouse=True)
-def registered():
-    """The one line; afterwards the other tests' mechanisms are known again, and no others."""
-    before = dict(MECHANISMS)
+def _registered():
+    """The one line."""
     register(WEIGHTED)
-    yield
-    MECHANISMS.clear()
-    MECHANISMS.update(before)
 
 
 @each_backbone
@@ -116,3 +115,35 @@ def test_it_is_unknown_where_it_is_not_registered():
     MECHANISMS.pop("weighted")
     with pytest.raises(ValueError, match="attention_type must be one of 'mha', 'mae', 'moa'"):
         MoaBertConfig(attention_type="weighted")
+
+
+def test_cards_and_analysis_know_it(tmp_path):
+    model = CASE["BertForSequenceClassification"].build(**FIELDS)
+    model.save_pretrained(tmp_path)
+    card = checkpoint_card(tmp_path, name="user/weighted")
+    assert "weighted" in card.data.tags
+    for part in (
+        "whose heads have one weight each (WEIGHTED)",
+        "**WEIGHTED**. Each of 4 heads has a learned weight.",
+        "| `weighted_start` | `0.5` | The weight that every head starts with |",
+        "@misc{nobody",
+    ):
+        assert part in card.text, part
+    found = analyze(model, [CASE["BertForSequenceClassification"].inputs()], progress=False)
+    assert list(found.tables) == ["head_weights"]
+    assert len(found.tables["head_weights"]) == 2
+    assert found.facts["batches of weights"] == 1
+
+
+def test_ftg_trains_its_gates(tmp_path):
+    model = CASE["GPT2LMHeadModel"].build(**FIELDS)
+    ids = torch.arange(5, 12)[None]
+    adapted = get_peft_model(model, FTGConfig(gates=["weighted"], init_weights=False)).eval()
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trained) == 2
+    assert all(".mixture.weights.ftg_modules." in name for name in trained)
+    expected = adapted(ids).logits
+    adapted.save_pretrained(tmp_path)
+    base = CASE["GPT2LMHeadModel"].build(**FIELDS)
+    assert not torch.allclose(base(ids).logits, expected)
+    torch.testing.assert_close(PeftModel.from_pretrained(base, tmp_path).eval()(ids).logits, expected)

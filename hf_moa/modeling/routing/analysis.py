@@ -21,7 +21,7 @@ from hf_moa.gated_models import is_instance_by_name
 from ..core.precision import in_float64, without_autocast
 from ..moa.mixture import MixtureOfAttentionExperts
 from .report import SECTIONS
-from .routers import TopKRouter, largest
+from .routers import TopKRouter
 
 
 class _Layer:
@@ -38,7 +38,7 @@ class _Layer:
     def add(self, ids: Tensor, logits: Tensor) -> None:
         """Count tokens `[n]` and their router logits `[n, N]`."""
         probabilities = logits.softmax(dim=-1)  # as the router ranks them
-        chosen = largest(probabilities, self.num_selected)
+        chosen = probabilities.topk(self.num_selected, dim=-1).indices
         self.tokens += len(ids)
         self.entropy += torch.special.entr(in_float64(probabilities)).sum().item()
         self.counts.add(ids.cpu(), chosen.cpu())

@@ -25,5 +25,6 @@ WEIGHTED = Mechanism(
     is_on=lambda config: config.attention_type == "weighted",
     check=lambda config: check_number(config, "weighted_start", minimum=0.0),
     gate_kind="weighted",
+    gate_name="weights",
     package=__package__,
 )
