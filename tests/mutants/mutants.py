@@ -273,7 +273,7 @@ CCT = (
         "modeling/cct/control.py",
         {"(~(logits < 0))": "(~(logits <= 0))"},
         ("modeling/test_cct.py",),
-        "noise or threshold or half",
+        "one_half or noise",
     ),
     Mutant(
         "cct-one-sided-loss",
