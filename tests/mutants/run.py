@@ -28,13 +28,15 @@ from mutants import MUTANTS, PACKAGE, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = (PACKAGE, "tests", "pyproject.toml")
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - (.*))?$", re.MULTILINE)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the mutants; return the exit code."""
     options = _parse(arguments)
     chosen = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
+    for mutant in chosen:
+        mutant.apply((ROOT / PACKAGE / mutant.file).read_text())  # or say at once what does not fit
     found = _read(options.output)
     done = [mutant.name for mutant in chosen if found.get(mutant.name, {}).get("killed_by")]
     left = [mutant for mutant in chosen if mutant.name not in done]
@@ -64,7 +66,8 @@ def run_mutant(copy: Path, mutant: Mutant, *, timeout: int) -> dict:
     """Put a mutant into a copy of the package, run its tests, and take it out again.
 
     Returns:
-        `name`, `fault`, `killed_by` (a test, or None), `why_not` (where it is None) and `seconds`.
+        `name`, `fault`, `killed_by` (a test, or None), `error` (what that test raised), `why_not` (where
+        there is no such test) and `seconds`.
     """
     start = time.monotonic()
     file = copy / PACKAGE / mutant.file
@@ -87,6 +90,7 @@ def run_mutant(copy: Path, mutant: Mutant, *, timeout: int) -> dict:
         "name": mutant.name,
         "fault": mutant.fault,
         "killed_by": test,
+        "error": failed[2] if test else None,
         "why_not": why_not,
         "seconds": round(time.monotonic() - start, 1),
     }
