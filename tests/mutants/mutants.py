@@ -438,7 +438,7 @@ MODELS = (
 TRAINING = (
     Mutant(
         "training-order-of-steps",
-        "the F step comes before the G step, and sees the gates of before",
+        "from the second update on, the F step comes before the G step, and sees the gates of before",
         "training/trainer.py",
         {
             "            self._begin_update(model, batches, num_items)\n"
@@ -452,7 +452,7 @@ TRAINING = (
             )
         },
         ("training/test_gate_descent.py",),
-        "gate_update_comes_first",
+        "every_update or gate_update_comes_first",
     ),
     Mutant(
         "training-gate-optimiser",
