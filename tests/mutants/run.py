@@ -28,7 +28,7 @@ from mutants import MUTANTS, PACKAGE, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = (PACKAGE, "tests", "pyproject.toml")
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - (.*))?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::[\w:]+(?:\[.*?\](?= - |$))?)(?: - (.*))?$", re.MULTILINE)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,11 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
         for job in range(min(options.jobs, len(left))):
             copies.put(_copy(Path(folder, str(job))))
         runs = [pool.submit(_run_in_one_of, copies, mutant, options.timeout) for mutant in left]
-        for number, run in enumerate(as_completed(runs), start=1):
-            result = run.result()
-            found[result["name"]] = result
-            _write(options.output, found)
-            print(f"[{number}/{len(left)}] {_line(result)}", flush=True)
+        try:
+            for number, run in enumerate(as_completed(runs), start=1):
+                result = run.result()
+                found[result["name"]] = result
+                _write(options.output, found)
+                print(f"[{number}/{len(left)}] {_line(result)}", flush=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # whoever interrupts waits for no others
     results = [found[mutant.name] for mutant in chosen]
     print(_table(results))
     alive = [result["name"] for result in results if not result["killed_by"]]
