@@ -158,6 +158,17 @@ def test_noise_is_scaled_and_only_in_training():
     torch.testing.assert_close(network.eval()(x), (torch.sigmoid(logits) >= 0.5).double())
 
 
+def test_a_gate_of_exactly_one_half_is_open():
+    network = ControlNetwork(hidden_size=8, gate_hidden_size=16, num_gates=3, starts_open=False).eval()
+    logits = torch.tensor([-1e-3, 0.0, 1e-3])
+    with torch.no_grad():
+        network.out.weight.zero_()
+        network.out.bias.copy_(logits)
+    gates = network(torch.randn(2, 5, 8))
+    assert torch.equal(gates, (torch.sigmoid(logits) >= 0.5).float().expand(2, 5, 3))
+    assert torch.equal(gates[0, 0], torch.tensor([0.0, 1.0, 1.0]))
+
+
 # --- costs ----------------------------------------------------------------------------------------
 
 

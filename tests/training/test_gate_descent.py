@@ -190,6 +190,18 @@ def test_gate_update_comes_first_and_is_plain_sgd(name, accumulation, tmp_path):
         torch.testing.assert_close(value, expected[key], atol=5e-6, rtol=0)
 
 
+def test_every_update_takes_its_gate_step_first(tmp_path):
+    model, seen = build("bert", attention_type="mae"), []
+    model.register_forward_pre_hook(lambda *_: seen.append((model.mae_phase, gates(model))))
+    run("bert", model, tmp_path, max_steps=3, gate_every_n_epochs=1, gate_learning_rate=0.3)
+    assert [phase for phase, _ in seen] == ["gate", "expert"] * 3
+    seen = [each for _, each in seen]
+    for before, after in zip(seen[::2], seen[1::2], strict=True):  # F steps see the updated gates
+        assert differ(before, after)
+    for after, following in zip(seen[1::2], seen[2::2], strict=False):  # and leave them alone
+        assert_same(following, after)
+
+
 def test_epochs_of_a_stream_are_counted_in_steps(tmp_path):
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self):
