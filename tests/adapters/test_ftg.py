@@ -1,5 +1,6 @@
 """FTG and FTG+: what is trained, saved and loaded, on every backbone and kind of gate."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 from adapted import TASKS, VARIANTS, adapted, each_backbone, each_method, each_variant, predict, tensors
 from peft import (
+    AutoPeftModel,
     AutoPeftModelForCausalLM,
     AutoPeftModelForSequenceClassification,
     PeftModel,
@@ -256,6 +258,23 @@ def test_auto_classes_load_base_and_adapter(tmp_path):
         fields = {"num_labels": 3} if name == "bert" else {}
         loaded = auto.from_pretrained(tmp_path / name / "adapter", **fields).eval()
         assert torch.equal(predict(name, loaded), expected)
+
+
+@each_backbone
+def test_adapter_of_version_0_1_finds_its_base(name, tmp_path):
+    """Its file names the base's module as it was then."""
+    build(name, dropout=True, **VARIANTS["mae"]).save_pretrained(tmp_path / "base")
+    base = CLASSES[name].gated.from_pretrained(tmp_path / "base")
+    model = get_peft_model(base, FTGConfig(init_weights=False)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    saved = json.loads(file.read_text())
+    module = f"hf_moa.modeling.modeling_moa_{name}"
+    saved["auto_mapping"]["parent_library"] = module
+    file.write_text(json.dumps(saved))
+    fields = {"num_labels": 3} if name == "bert" else {}
+    loaded = AutoPeftModel.from_pretrained(tmp_path / "adapter", import_allowlist=[module], **fields)
+    assert torch.equal(predict(name, loaded.eval()), predict(name, model))
 
 
 def test_card_says_what_it_is_and_how_to_load_it(tmp_path):
