@@ -43,7 +43,7 @@ NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 
 def measure(*, turns: int, dtype: torch.dtype, compiled: bool = False) -> Iterator[Table]:
     """Attention layers, with k heads of 64 of N. The peers' algorithms, whose sizes depend on what was
-    routed where, do not compile as a whole: compiled, MoA stands beside multi-head attention alone."""
+    routed where, do not compile as a whole: compiled, MoA stands only beside multi-head attention."""
     size = SIZES[torch.get_default_device().type]
     x = torch.randn(size.batch, size.length, size.hidden_size, dtype=dtype)
     for training in (False, True):

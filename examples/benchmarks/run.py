@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{', '.join(unknown)}: must be of {', '.join(BENCHMARKS)}")
     eager = [name for name in options.benchmark or BENCHMARKS if name not in COMPILABLE]
     if options.compile and eager:
-        parser.error(f"--compile goes with {', '.join(COMPILABLE)} alone (got {', '.join(eager)})")
+        parser.error(f"--compile goes only with {', '.join(COMPILABLE)} (got {', '.join(eager)})")
     if options.turns < 2:
         parser.error(f"--turns must be at least 2 (got {options.turns})")
 

@@ -65,7 +65,7 @@ def tatoeba(data_dir: str | None, work_dir: str | Path) -> Flags:
 def split_by_source(pairs: list[Pair]) -> dict[str, list[Pair]]:
     """Pairs for training, validation and test, so that no source is in two of them.
 
-    Which one follows from the source alone. Training leaves out the targets that are held out, too.
+    Which one follows from only the source. Training leaves out the targets that are held out, too.
     """
     sources = {source for source, _ in pairs}
     share = max(3, len(sources) // TATOEBA_HELD_OUT)

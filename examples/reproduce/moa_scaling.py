@@ -6,7 +6,7 @@
   16, 32 and 64, against multi-head attention of as many multiply-accumulates: perplexity of masked
   tokens;
 - some of those of WikiText-2 for three times the updates, and some with four times the batch;
-- why N matters as it does, on WikiText-2: 8 of 8 with equal weights in the place of the router's, which
+- why N matters as it does, on WikiText-2: 8 of 8 with equal weights instead of the router's, which
   is multi-query attention, and 32 of 32, which computes what 8 of 32 chooses from;
 - 8 of 32 on WikiText-2 without the balance loss, without the z loss, and without both: expert load;
 - translation of Multi30k: multi-head attention against MoA with 8 active heads of 8 and of 16 (8K8E,
@@ -104,7 +104,7 @@ RATES: dict[str, tuple[tuple[float, ...], tuple[str, ...]]] = {
 }
 # variants that are tried at the same rates, to see whether they would have wanted another
 CHECKED = {"wikitext-2": ("MoA 8 of 64", "MoA 32 of 32")}
-# few layers and small batches, for many updates: each expert learns from a share of the tokens alone
+# few layers and small batches, for many updates: each expert learns from only a share of the tokens
 MASKED: Flags = merged(
     SMALL_BERT,
     {"config_overrides": {"num_hidden_layers": 2}, "per_device_train_batch_size": 32},

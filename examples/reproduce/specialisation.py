@@ -3,7 +3,7 @@
     python examples/reproduce/specialisation.py --data_dir data --models_dir runs/mae_translation
 
 On the test text: the gates' entropy, how many inputs are attributed to each expert, which tokens go with
-an expert, and what BLEU is left when every layer takes one expert alone, that of the largest gate or a
+an expert, and what BLEU is left when every layer takes only one expert, that of the largest gate or a
 random one (greedy search). The report:
 
     python examples/reproduce/specialisation.py --report model_cards/specialisation

@@ -171,7 +171,7 @@ def train_whole(
         "validation_target": held_out[1],
         "max_train_steps": steps,
         "num_warmup_steps": round(WARMUP * steps),
-        "eval_steps": steps + 1,  # in the end alone
+        "eval_steps": steps + 1,  # only in the end
     }
     found = run_script("run_translation_no_trainer", flags, folder)
     size = load_checkpoint(folder).num_parameters()

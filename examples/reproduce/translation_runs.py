@@ -83,7 +83,7 @@ def train_translation(
         flags |= {
             "validation_source": files[f"{text}_source"],
             "validation_target": files[f"{text}_target"],
-            "eval_steps": steps + 1,  # in the end alone
+            "eval_steps": steps + 1,  # only in the end
         }
     found = run_script_once("run_translation_no_trainer", flags, folder)
     for checkpoint in Path(folder).glob("step_*"):

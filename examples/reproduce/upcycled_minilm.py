@@ -166,7 +166,7 @@ def _finetune(settings: Settings, options: argparse.Namespace, folder: Path) -> 
 
 
 def keep_layers(model_name_or_path: str, layers: tuple[int, ...], folder: str) -> None:
-    """Write the checkpoint with these of its layers alone to `folder`."""
+    """Write the checkpoint with only these of its layers to `folder`."""
     from torch import nn
     from transformers import AutoModel, AutoTokenizer
 

@@ -66,7 +66,7 @@ def train_on_wikitext(
         "train_file": files["train"],
         "validation_file": files[text],
         "max_train_steps": steps,
-        "eval_steps": steps + 1,  # in the end alone
+        "eval_steps": steps + 1,  # only in the end
         "seed": seed,
     }
     return {**run_script_once(script, flags, folder), "files": files}

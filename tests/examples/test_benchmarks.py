@@ -46,7 +46,7 @@ def test_one_turn_is_refused(benchmarks, capsys):
 def test_what_is_not_compiled_is_refused(benchmarks, capsys):
     with pytest.raises(SystemExit):
         benchmarks("run").main(["moa", "memory", "--compile"])
-    assert "--compile goes with mae, moa, cct alone (got memory)" in capsys.readouterr().err
+    assert "--compile goes only with mae, moa, cct (got memory)" in capsys.readouterr().err
 
 
 def test_models_are_compiled(benchmarks, tmp_path, monkeypatch):

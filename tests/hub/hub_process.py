@@ -23,7 +23,7 @@ class CallError(Exception):
 
 
 class HubProcess:
-    """A process in which huggingface_hub knows the local hub alone, and an empty cache.
+    """A process in which huggingface_hub knows only the local hub, and an empty cache.
 
     Args:
         url: of the hub.

@@ -105,7 +105,7 @@ def test_card_of_a_plain_model_is_an_error():
 
 @pytest.fixture
 def endpoint(monkeypatch):
-    """A server in the place of the Hub's validation."""
+    """A server instead of the Hub's validation."""
     requests = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -75,7 +75,7 @@ def test_projection_keeps_the_heads_once():
     plain = saved_bytes(lambda: linear((context * weights).flatten(-2)))
     parameters_and_weights = linear.weight.nbytes + weights.nbytes
     assert lean == context.nbytes + parameters_and_weights
-    # without a gradient to the weights, autograd keeps the weighted heads alone
+    # without a gradient to the weights, autograd keeps only the weighted heads
     assert plain == lean
     weights.requires_grad_()
     assert saved_bytes(lambda: project_weighted(linear, context, weights)) == lean

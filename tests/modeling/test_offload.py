@@ -14,7 +14,7 @@ NAMES = ["mha", "mae-1", "moa", "moe", "cct", "cct-plain", "moa-moe-cct"]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_offloaded_model_computes_the_same(case, name, where, tmp_path):
-    """Every module gets its weights on call alone, so that none may reach past another's `forward`."""
+    """Every module gets its weights only on call, so that none may reach past another's `forward`."""
     model = case.build(**case.family.variants[name])
     inputs = case.inputs()
     expected = model(**inputs).logits

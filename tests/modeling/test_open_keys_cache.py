@@ -217,7 +217,7 @@ def test_all_skipped_and_none(value, monkeypatch):
 def test_auto_equals_dense_once_the_cache_is_large(
     case, projected, padding, attention_type, monkeypatch
 ):
-    """Steps behind open keys, all tokens projected or the open ones alone."""
+    """Steps behind open keys, all tokens projected or only the open ones."""
     small_layers_skip(monkeypatch)
     monkeypatch.setattr("hf_moa.modeling.cct.compact_cache.LARGEST_SHARE", 1)
     if projected == "all":

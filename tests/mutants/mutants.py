@@ -82,7 +82,7 @@ MAE = (
     ),
     Mutant(
         "mae-gate-phase",
-        "in a G step everything learns, not the gates alone",
+        "in a G step everything learns, not only the gates",
         "modeling/mae/gate_phase.py",
         {"held[name] = parameter.detach()": "held[name] = parameter"},
         ("modeling/test_mae.py",),

@@ -27,7 +27,7 @@ STANDING = ("gpt2-gates", "gpt2-accumulated")
 
 
 def shard_on_the_cpu() -> None:
-    """Let Accelerate, which knows FSDP on accelerators alone, shard on the CPU too."""
+    """Let Accelerate, which knows FSDP only on accelerators, shard on the CPU too."""
     initialise = state.AcceleratorState.__init__
 
     def with_fsdp(self, *args, fsdp_plugin=None, **kwargs):

@@ -86,7 +86,7 @@ def test_bfloat16_trains_as_float32_does(tmp_path):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("training", ["bcd", "joint"])
 def test_clipping_is_of_all_that_the_optimiser_has(training, accumulation, tmp_path):
-    """In block coordinate descent, of the experts alone: the gates' step is as long as it is."""
+    """In block coordinate descent, of only the experts: the gates' step is as long as it is."""
     model = build("bert", dropout=True, **VARIANTS["mae"])
     before = {"experts": experts(model), "gates": gates(model)}
     run("bert", model, tmp_path, mae_training=training, gradient_accumulation_steps=accumulation,

@@ -53,7 +53,7 @@ NO_DROPOUT = {"bert": BERT.no_dropout, "gpt2": GPT2.no_dropout, "t5": T5.no_drop
 
 
 def replace(table: list, rows: list) -> None:
-    """Put `rows` in the place of a table's rows: the test classes know the list itself."""
+    """Put `rows` instead of a table's rows: the test classes know the list itself."""
     table[:] = rows
 
 

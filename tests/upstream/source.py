@@ -72,7 +72,7 @@ def install(library: types.ModuleType, source: Path) -> None:
     if library is transformers:
         _stand_in_for_transformers()
     elif importlib.util.find_spec("diffusers") is None:
-        # imported by what all tests share, and used for image models alone
+        # imported by what all tests share, and used only for image models
         sys.modules["diffusers"] = types.ModuleType("diffusers")
         sys.modules["diffusers"].StableDiffusionPipeline = type("StableDiffusionPipeline", (), {})
 

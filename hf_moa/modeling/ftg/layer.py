@@ -118,7 +118,7 @@ class FTGLayer(nn.Module, BaseTunerLayer):
         self.train(self.training)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Put the adapter's weights in the place of the base's; `unmerge` brings those back.
+        """Put the adapter's weights instead of the base's; `unmerge` brings those back.
 
         Raises:
             ValueError: several adapters; with `safe_merge`, weights that are not finite.

@@ -30,7 +30,7 @@ def in_words(config: Any) -> str:
         "A gate in each attention layer looks at the mean of the layer's inputs and weighs the experts"
     )
     return text + (
-        "; where a layer is causal, it looks back alone." if _has_causal_layers(config) else "."
+        "; where a layer is causal, it only looks back." if _has_causal_layers(config) else "."
     )
 
 
