@@ -236,7 +236,7 @@ class _SparseCall:
 
     def _kept_keys_of_step(self, key: Tensor | None, value: Tensor | None) -> KeptKeys:
         """The same of all tokens' keys and values, `[B, S, num_kv_heads * dh]`."""
-        subset, cached = None, self.cached
+        cached = self.cached
         if key is None or value is None:
             return self._kept_keys(None, None, None)
         if cached is not None and cached.is_initialized and not self.layer.is_cross_attention:
@@ -244,10 +244,8 @@ class _SparseCall:
             key, value = (torch.unflatten(x, -1, shape).transpose(1, 2) for x in (key, value))
             cached.append_step(key, value, self.gates.kv > 0)
             return cached.kept_keys
-        if key is not None:
-            subset = TokenSubset(self.gates.kv > 0)
-            key, value = subset.gather(key), subset.gather(value)
-        return self._kept_keys(key, value, subset)
+        subset = TokenSubset(self.gates.kv > 0)
+        return self._kept_keys(subset.gather(key), subset.gather(value), subset)
 
     def _attend_to_kept_keys(self, query: Tensor, queries: TokenSubset, kept: KeptKeys) -> Tensor:
         """Contexts `[1, n, heads, dh]` of the queries of a subset."""

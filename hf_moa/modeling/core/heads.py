@@ -96,7 +96,7 @@ class SequenceClassification(TaskHead):
     """A head that classifies (or regresses) a sequence. A family implements `pooled_logits`."""
 
     accepts_loss_kwargs = False  # the loss is a mean over sequences
-    output_class = MoaSequenceClassifierOutput
+    output_class: ClassVar[type] = MoaSequenceClassifierOutput
 
     def pooled_logits(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
         """`[B, classes]` of the base model's outputs for these inputs."""
@@ -124,7 +124,7 @@ class SequenceClassification(TaskHead):
 class TokenClassification(TaskHead):
     """A head that classifies each token, with `dropout` and `classifier`."""
 
-    output_class = MoaTokenClassifierOutput
+    output_class: ClassVar[type] = MoaTokenClassifierOutput
     dropout: nn.Module
     classifier: nn.Module
 
@@ -156,7 +156,7 @@ class QuestionAnswering(TaskHead):
     """A head that classifies spans, with `qa_outputs`: start and end of the answer."""
 
     accepts_loss_kwargs = False  # the loss is a mean over sequences
-    output_class = MoaQuestionAnsweringOutput
+    output_class: ClassVar[type] = MoaQuestionAnsweringOutput
     qa_outputs: nn.Module
 
     @only_gates_learn_in_gate_phase

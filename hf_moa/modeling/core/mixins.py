@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig as ConfigMixin
-    from transformers import PreTrainedModel as ModelMixin
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    ConfigMixin = PreTrainedConfig
+    ModelMixin = PreTrainedModel
 else:
     ConfigMixin = ModelMixin = object
-
-__all__ = ["ConfigMixin", "ModelMixin"]
