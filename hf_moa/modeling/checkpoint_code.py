@@ -13,10 +13,11 @@ In a file all modules share their names, so no two of them may give one name to 
 from __future__ import annotations
 
 import ast
-import sys
+import inspect
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedConfig
 
 from .core.mechanism import mechanisms_of
 
@@ -24,18 +25,21 @@ _ROOT = Path(__file__).parent
 _HEAD = "# The part of the package hf_moa that this checkpoint needs.\n\n"
 
 
-def write_code(config: Any, folder: str | Path, *, with_model: bool) -> None:
+def write_code(config: PreTrainedConfig, folder: str | Path, *, with_model: bool) -> None:
     """Write the code of a configuration's family, and with `with_model` that of its models and of the
     mechanisms that it asks for."""
     code = tuple(path for mechanism in mechanisms_of(config) for path in mechanism.code)
-    for name, text in _flat_files(type(config), with_model, code).items():
+    files = _flat_files(type(config), with_model, code)  # type: ignore[arg-type]  # a class is hashable
+    for name, text in files.items():
         Path(folder, name).write_text(text, encoding="utf-8")
 
 
 @cache
-def _flat_files(config_class: type, with_model: bool, code: tuple[str, ...]) -> dict[str, str]:
+def _flat_files(
+    config_class: type[PreTrainedConfig], with_model: bool, code: tuple[str, ...]
+) -> dict[str, str]:
     """Texts of the files by their names; `code` names the modules of mechanisms."""
-    start = Path(sys.modules[config_class.__module__].__file__)
+    start = Path(inspect.getfile(config_class))
     home: dict[Path, str] = {}  # the file that a module goes to; imported modules come first
     _settle(start, f"configuration_{config_class.model_type}", home)
     if with_model:
@@ -73,19 +77,20 @@ def _join(modules: list[Path], home: dict[Path, str]) -> str:
         at_top = [n for n in _tree(module).body if isinstance(n, (ast.Import, ast.ImportFrom))]
         for node in {*at_top, *_imports(module)}:
             names = set(map(ast.unparse, node.names))
-            origin = node.module if isinstance(node, ast.ImportFrom) else ""
+            origin = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             if isinstance(node, ast.ImportFrom) and node.level:
                 origin = f".{home[_target(module, node)]}"
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+            end = node.end_lineno or node.lineno
+            lines[node.lineno - 1 : end] = [""] * (end - node.lineno + 1)
             if origin == f".{home[module]}":
                 continue
             if node.col_offset:
                 lines[node.lineno - 1] = f"{' ' * node.col_offset}{_import(origin, names)}"
             else:
                 imports.setdefault(origin, set()).update(names)
-        docstring = _tree(module).body[0]
-        body = "\n".join(lines[docstring.end_lineno :]).strip()
-        words = "\n".join(f"# {line}".rstrip() for line in docstring.value.value.strip().splitlines())
+        docstring = ast.get_docstring(_tree(module), clean=False) or ""
+        body = "\n".join(lines[_tree(module).body[0].end_lineno :]).strip()
+        words = "\n".join(f"# {line}".rstrip() for line in docstring.strip().splitlines())
         place = module.relative_to(_ROOT.parent).as_posix()
         bodies.append(f"# {'-' * 20} {place}\n#\n{words}\n\n{body}\n")
     first = _import("__future__", imports.pop("__future__"))
@@ -110,6 +115,8 @@ def _imports(module: Path) -> list[ast.ImportFrom]:
 
 def _target(module: Path, node: ast.ImportFrom) -> Path:
     """The file that a relative import names."""
+    if node.module is None:
+        raise RuntimeError(f"{module} must import from modules of this package, not the package.")
     return module.parents[node.level - 1].joinpath(*node.module.split(".")).with_suffix(".py")
 
 

@@ -213,7 +213,7 @@ class AttentionFlow(nn.Module):
         place = None
         if cache is not None:
             place = CachePlace(cache, self.layer_idx, self.is_cross_attention)
-        source = hidden_states
+        source: Tensor | None = hidden_states
         if self.is_cross_attention:
             source = None if place is not None and place.is_filled else encoder_hidden_states
         call = AttentionCall(
@@ -249,8 +249,9 @@ class AttentionFlow(nn.Module):
         ones and those in the cache. They are rotated, where the call has position embeddings."""
         if call.place is not None:
             self.prepare_cache(call.place.cache)  # before a plain layer takes the first keys
-        if key is None:
-            return query, *call.place.held(call.hidden_states.device)
+        if key is None or value is None:
+            held = call.place.held  # type: ignore[union-attr]  # what is not projected is in a cache
+            return query, *held(call.hidden_states.device)
         shape = (self.num_kv_heads, self.head_dim)
         key, value = (torch.unflatten(x, -1, shape).transpose(1, 2) for x in (key, value))
         if self.rotate is not None and call.position_embeddings is not None:

@@ -68,15 +68,15 @@ class GatedAttention(AttentionFlow):
         attn_implementation: str = "sdpa",
         **options: Any,
     ):
-        if (num_heads is None) == (mixture is None):
-            raise ValueError(f"Give one of num_heads and mixture (got {num_heads} and {mixture}).")
-        if mixture is None:
+        if mixture is None and num_heads is not None:
             if head_dim is None and hidden_size % num_heads:
                 raise ValueError(
                     f"num_heads must divide hidden_size={hidden_size}, or head_dim be given (got "
                     f"{num_heads})."
                 )
             mixture = MultiHead(num_heads=num_heads, head_dim=head_dim or hidden_size // num_heads)
+        elif mixture is None or num_heads is not None:
+            raise ValueError(f"Give one of num_heads and mixture (got {num_heads} and {mixture}).")
         elif head_dim not in (None, mixture.head_dim):
             raise ValueError(
                 f"head_dim is the mixture's, {mixture.head_dim} (got {head_dim}); leave it out."

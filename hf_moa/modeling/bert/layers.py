@@ -25,7 +25,7 @@ class MoaBertSelfAttention(AttentionFlow):
     """BERT's query, key and value; of an expert each for MoA."""
 
     def __init__(self, config: MoaBertConfig, *, layer_idx: int, is_cross_attention: bool):
-        kind = {
+        kind: dict[str, Any] = {
             "is_causal": config.is_decoder and not is_cross_attention,
             "is_cross_attention": is_cross_attention,
         }
@@ -131,7 +131,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
                     "MoaBertConfig.is_decoder must be True where add_cross_attention is (got False)."
                 )
             self.crossattention = MoaBertAttention(config, layer_idx=layer_idx, is_cross_attention=True)
-        sizes = {
+        sizes: dict[str, Any] = {
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
         }
@@ -236,7 +236,7 @@ class MoaBertEncoder(nn.Module):
 class MoaBertEmbeddings(BertEmbeddings):
     """BERT's embeddings, with CCT's control symbol added to every token's."""
 
-    def forward(
+    def forward(  # type: ignore[override]  # called by names
         self,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,

@@ -42,7 +42,7 @@ class MoaBertPreTrainedModel(GatedModel, BertPreTrainedModel):
 
     config_class = MoaBertConfig
     base_model_prefix = "bert"
-    _no_split_modules = ("MoaBertEmbeddings", "MoaBertLayer")
+    _no_split_modules = ("MoaBertEmbeddings", "MoaBertLayer")  # type: ignore[assignment]  # made a set
     _can_record_outputs = {  # noqa: RUF012 - read by transformers as it stands
         "hidden_states": MoaBertLayer,
         "attentions": OutputRecorder(MoaBertSelfAttention, index=1, layer_name="attention"),
@@ -110,9 +110,9 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 CCT.
         """
         requested = self._requested_gating(kwargs)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         tokens = inputs_embeds if input_ids is None else input_ids
+        if tokens is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         cache = self._cache(cache, use_cache, encoder_hidden_states)
         past_length = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
@@ -141,10 +141,11 @@ class MoaBertModel(MoaBertPreTrainedModel):
             ),
             **kwargs,
         )
+        held: dict[str, Any] = {CACHE_NAME: cache if use_cache else None}
         return MoaModelOutput(
             last_hidden_state=hidden_states,
             pooler_output=None if self.pooler is None else self.pooler(hidden_states),
-            **{CACHE_NAME: cache if use_cache else None},
+            **held,
             **gating_totals(records, Call(self.config, requested, choice, self.budget_control)),
         )
 
@@ -275,7 +276,7 @@ class MoaBertForSequenceClassification(SequenceClassification, MoaBertPreTrained
         self.num_labels = config.num_labels
         self.bert = MoaBertModel(config)
         self.dropout = nn.Dropout(_classifier_dropout(config))
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]  # a number
         self.post_init()
 
     def pooled_logits(self, outputs: MoaModelOutput, inputs: dict[str, Any]) -> Tensor:
@@ -292,7 +293,7 @@ class MoaBertForTokenClassification(TokenClassification, MoaBertPreTrainedModel)
         self.num_labels = config.num_labels
         self.bert = MoaBertModel(config, add_pooling_layer=False)
         self.dropout = nn.Dropout(_classifier_dropout(config))
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]  # a number
         self.post_init()
 
 
@@ -305,7 +306,7 @@ class MoaBertForQuestionAnswering(QuestionAnswering, MoaBertPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.bert = MoaBertModel(config, add_pooling_layer=False)
-        self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
+        self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]  # a number
         self.post_init()
 
 
@@ -345,7 +346,8 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
             labels: `[B]` int64, the right choice.
             budget: a number, or a tensor `[B]`: all choices of an example have the same.
         """
-        num_choices = (inputs_embeds if input_ids is None else input_ids).shape[1]
+        tokens: Any = inputs_embeds if input_ids is None else input_ids
+        num_choices = tokens.shape[1]
         if isinstance(budget, Tensor) and budget.ndim > 0:
             budget = budget.repeat_interleave(num_choices)
         outputs = self.bert(

@@ -9,7 +9,7 @@ and is needed before they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,8 @@ class _GateStates:
     # no part of what an exporter sees, as in `GrowingEntries`, nor of a copy
     __slots__ = ("_kept",)
 
+    _kept: dict[str, tuple]
+
     def __getstate__(self) -> dict:
         return self.__dict__
 
@@ -81,7 +83,7 @@ class _GateStates:
             return self._kept
 
     def reset(self) -> None:
-        super().reset()
+        super().reset()  # type: ignore[misc]  # of the cache's layer, behind this class
         self._kept = {}
 
     def mean(self, name: str, entry: Tensor, valid: Tensor | None, *, size: int | None) -> Tensor | None:
@@ -89,7 +91,7 @@ class _GateStates:
         return None
 
     @classmethod
-    def in_place_of(cls, layer):
+    def in_place_of(cls, layer: Any) -> Self:
         """A layer of this class for another that holds no keys yet."""
         gated = cls.__new__(cls)
         gated.__dict__.update({"states": {}, **layer.__dict__})
@@ -101,6 +103,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
 
     __slots__ = ("_growing",)  # see above
 
+    _growing: dict[str, GrowingKeys]
     states: dict[str, GrowingEntries]
     record_past = False
     _window_size: int | None = None
@@ -156,7 +159,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """`DynamicLayer.update`, without its copy of all keys and values at each step."""
         grows_in_place = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_empty(self))
-        if not grows_in_place or key_states.dtype != self.keys.dtype:
+        if not grows_in_place or self.keys is None or key_states.dtype != self.keys.dtype:
             return super().update(key_states, value_states, *args, **kwargs)
         self.keys = self._grow("keys", key_states)
         self.values = self._grow("values", value_states)
@@ -289,7 +292,7 @@ class GatedStaticLayer(_GateStates, StaticLayer):
         past.copy_(last_entries(full, held))
         return full
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         states = self.states.items()
         self.states = {name: x.index_select(0, beam_idx.to(x.device)) for name, x in states}
@@ -307,7 +310,10 @@ class GatedStaticLayer(_GateStates, StaticLayer):
             state.zero_()
 
 
-_GATED = {DynamicLayer: GatedDynamicLayer, StaticLayer: GatedStaticLayer}
+_GATED: dict[type, type[GatedDynamicLayer | GatedStaticLayer]] = {
+    DynamicLayer: GatedDynamicLayer,
+    StaticLayer: GatedStaticLayer,
+}
 
 
 def gated_layer(place: CachePlace) -> GatedDynamicLayer | GatedStaticLayer:
@@ -319,11 +325,11 @@ def gated_layer(place: CachePlace) -> GatedDynamicLayer | GatedStaticLayer:
     own = place.own
     while len(own.layers) <= place.layer_idx and own.layer_class_to_replicate is not None:
         own.layers.append(own.layer_class_to_replicate())
-    layer = own.layers[place.layer_idx]
+    layer: Any = own.layers[place.layer_idx]
     if type(layer) in _GATED and is_empty(layer):
         layer = _GATED[type(layer)].in_place_of(layer)
         place.replace(layer)
-    if not isinstance(layer, _GateStates):
+    if not isinstance(layer, (GatedDynamicLayer, GatedStaticLayer)):
         raise ValueError(
             f"{CACHE_NAME} must be a dynamic or static cache that this model filled, so that its "
             f"gates find their past in it (got layer {type(layer).__name__}). Pass a new "

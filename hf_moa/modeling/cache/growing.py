@@ -32,6 +32,10 @@ class GrowingEntries:
     # entries, of any number.
     __slots__ = ("__dict__", "_buffer", "_end")
 
+    entries: Tensor
+    _buffer: Tensor | None
+    _end: int
+
     dim = 1
 
     def __init__(self, entries: Tensor):
@@ -115,6 +119,9 @@ class AveragedEntries(GrowingEntries):
 
     # no part of what an exporter sees, as in `GrowingEntries`
     __slots__ = ("_mean", "_steps")
+
+    _mean: Tensor | None
+    _steps: int
 
     def append_one(self, new: Tensor, *, window: int | None, held: int | None) -> Tensor:
         """Append one entry `[B, 1, d]`; return the mean of the last `window` (None: all), in float32 at

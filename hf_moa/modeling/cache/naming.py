@@ -41,7 +41,7 @@ def takes_cache_by_any_name(forward: Callable) -> Callable:
         return forward(self, *args, **kwargs)
 
     signature = inspect.signature(forward)
-    wrapper.__signature__ = signature.replace(
+    wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]  # for `inspect`
         parameters=[
             parameter.replace(name=CACHE_NAME) if parameter.name == "cache" else parameter
             for parameter in signature.parameters.values()

@@ -31,7 +31,12 @@ class CachePlace(NamedTuple):
     @property
     def is_filled(self) -> bool:
         """Whether the keys of cross-attention are there."""
-        return self.is_cross and bool(self.cache.is_updated.get(self.layer_idx))
+        return self.is_cross and bool(self._filled.get(self.layer_idx))
+
+    @property
+    def _filled(self) -> dict[int, bool]:
+        """Of an encoder-decoder model's cache: the layers whose keys of cross-attention are there."""
+        return self.cache.is_updated  # type: ignore[attr-defined]  # an `EncoderDecoderCache`
 
     @property
     def layer(self) -> Any:
@@ -46,7 +51,7 @@ class CachePlace(NamedTuple):
     def note_filled(self) -> None:
         """Note that the keys of cross-attention are there from now on."""
         if self.is_cross:
-            self.cache.is_updated[self.layer_idx] = True
+            self._filled[self.layer_idx] = True
 
     def held(self, device: Any) -> tuple[Tensor, Tensor]:
         """The keys and values that are there, `[B, kv_heads, S, dh]`, on a device: an offloaded cache

@@ -39,7 +39,9 @@ class _LayerCosts:
         attentions = attention_layers(layer)
         own = next(attention for attention in attentions if not attention.is_cross_attention)
         costs = {"cross" if a.is_cross_attention else "self": a.gates.cost for a in attentions}
-        gate = next(module for module in layer.modules() if is_instance_by_name(module, FeedForwardGate))
+        gate: Any = next(
+            module for module in layer.modules() if is_instance_by_name(module, FeedForwardGate)
+        )
         return part_of(own), cls(costs, gate.part_cost * gate.num_splits)
 
 
@@ -127,8 +129,9 @@ class CctMeasure(Measure):
 
     def update(self, observation: Observation) -> None:
         name = budget_name(observation.budget)
-        self.fractions[name][0] += len(observation.compute_fraction)
-        self.fractions[name][1] += in_float64(observation.compute_fraction).sum().item()
+        if observation.compute_fraction is not None:
+            self.fractions[name][0] += len(observation.compute_fraction)
+            self.fractions[name][1] += in_float64(observation.compute_fraction).sum().item()
         for stack, cost in token_costs(self.costs, observation).items():
             tokens = observation.tokens[stack]
             used, full = cost[tokens.mask].cpu().unbind(dim=-1)
@@ -242,7 +245,7 @@ def token_costs(costs: dict[str, list[_LayerCosts]], observation: Observation) -
             )
             keys = kv.cumsum(dim=1) if stack == "decoder" else kv.sum(dim=1, keepdim=True)
             add(stack, own.per_query(query, keys) + own.kv * kv + cost.feed_forward * feed_forward)
-            if "cross_kv" in gates and "encoder" in observation.tokens:
+            if cross is not None and "cross_kv" in gates and "encoder" in observation.tokens:
                 keys = used_and_full(in_float64(gates["cross_kv"]), observation.tokens["encoder"].mask)
                 query = used_and_full(in_float64(gates["cross_query"]), tokens.mask)
                 add("encoder", cross.kv * keys)
@@ -268,7 +271,8 @@ def _sub_networks(
 def _sum_padded(one: Tensor, other: Tensor) -> Tensor:
     """The sum of `[2, n]` and `[2, m]`, the shorter one filled up with zeros."""
     size = max(one.shape[1], other.shape[1])
-    return sum(nn.functional.pad(x, (0, size - x.shape[1])) for x in (one, other))
+    first, second = (nn.functional.pad(x, (0, size - x.shape[1])) for x in (one, other))
+    return first + second
 
 
 MEASURES = (CctMeasure,)

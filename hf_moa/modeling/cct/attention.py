@@ -124,7 +124,7 @@ class AttentionGates(nn.Module):
         """Every token, times its gates; `all_open` says that all gates are."""
         kv_gate, query_gate = (None, None) if all_open else gates
         query, key, value = layer.project(call.hidden_states, call.source, mix)
-        if key is not None:
+        if key is not None and value is not None:
             key, value = self.gate_key_value(key, value, kv_gate)
         if call.place is not None:
             layer.prepare_cache(call.place.cache)

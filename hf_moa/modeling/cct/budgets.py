@@ -24,7 +24,7 @@ class Budget(NamedTuple):
     """The budgets of one call: `index` `[B]` into the distinct budgets, and the control symbols
     `embedding` `[B, 1, d]`."""
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides the method of tuples
     embedding: Tensor
 
 
@@ -166,7 +166,7 @@ class BudgetControl(nn.Module):
         super().__init__()
         self.budgets = BudgetList(budgets, default=default)
         self.symbols_start_at_zero = symbols_start_at_zero
-        self.half = half
+        self.which_half = half  # not `half`, a method of modules
         self.control_symbols = nn.Embedding(len(self.budgets.distinct), hidden_size)
 
     def initialize(self, scales: Any = None) -> None:
@@ -201,12 +201,12 @@ class BudgetControl(nn.Module):
 
     def _own(self, budget: Any) -> Any:
         """This stack's half of a pair."""
-        if self.half is None:
+        if self.which_half is None:
             return budget
         if isinstance(budget, (list, tuple)) and not isinstance(budget, BudgetIndex):
-            return budget[self.half] if len(budget) == 2 else budget
+            return budget[self.which_half] if len(budget) == 2 else budget
         if isinstance(budget, Tensor) and budget.ndim == 2 and budget.shape[-1] == 2:
-            return budget[:, self.half]
+            return budget[:, self.which_half]
         return budget
 
 

@@ -38,7 +38,10 @@ class CompactLayer(GatedDynamicLayer):
         length: tokens, skipped ones included.
     """
 
-    positions: Tensor | None = None
+    keys: Tensor
+    values: Tensor
+    # None before the first token, when nothing asks for it
+    positions: Tensor = None  # type: ignore[assignment]
     length = 0
     _since_closed_up = 0
 
@@ -46,7 +49,7 @@ class CompactLayer(GatedDynamicLayer):
     def in_place_of(cls, layer: GatedDynamicLayer) -> CompactLayer:
         """A layer of this class for one of all keys, whose skipped ones are dropped."""
         opened = super().in_place_of(layer)
-        if layer.is_initialized:
+        if layer.is_initialized and layer.keys is not None and layer.values is not None:
             # what is padding counts as neither, and a mask tells of it
             used, full = layer.states["keys"].entries.unbind(dim=-1)
             subset = TokenSubset((used > 0) | (full == 0))
@@ -171,7 +174,8 @@ class CompactLayer(GatedDynamicLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.positions, self.length, self._since_closed_up = None, 0, 0
+        self.positions = None  # type: ignore[assignment]  # see above
+        self.length, self._since_closed_up = 0, 0
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         super()._apply(function)
@@ -212,8 +216,9 @@ def compact_cache_pays(
     if past == 0 and new == 1:  # which does not tell what share of the next ones is skipped
         return True
     used, full = kv_gate.count_nonzero(), kv_gate.numel()
-    if past:
-        used, full = layer.counted("keys").sum(dim=0)
+    counted = layer.counted("keys") if past else None
+    if counted is not None:
+        used, full = counted.sum(dim=0)
     return bool(used <= LARGEST_SHARE * full)
 
 

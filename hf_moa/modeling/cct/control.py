@@ -35,6 +35,7 @@ class ControlNetwork(nn.Module):
     """
 
     gate_kind = "cct"
+    noise_scale: Tensor
 
     def __init__(self, *, hidden_size: int, gate_hidden_size: int, num_gates: int, starts_open: bool):
         super().__init__()

@@ -7,7 +7,7 @@ heads are always computed and stand outside. Padding is never counted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,9 @@ class AttentionUse(NamedTuple):
     mask: Tensor | None
     kv_mask: Tensor | None
 
-    differ_by_layer = ("query", "kv", "past")
+    @property
+    def differ_by_layer(self) -> tuple[str, ...]:
+        return ("query", "kv", "past")
 
     @property
     def kind(self) -> tuple:
@@ -83,7 +85,8 @@ class AttentionUse(NamedTuple):
         query = used_and_full(self.query, self.mask)
         past = None if self.past is None else self.past.unsqueeze(-2)
         if self.kv is None:
-            return self.cost.per_query(query, past).sum(dim=-2)
+            held: Any = past  # where no keys are projected, there are some
+            return self.cost.per_query(query, held).sum(dim=-2)
         kv = used_and_full(self.kv, self.kv_mask)
         keys = kv.cumsum(dim=-2) if self.is_causal else kv.sum(dim=-2, keepdim=True)
         projected = keys[..., -1, :]
@@ -104,7 +107,9 @@ class FeedForwardUse(NamedTuple):
     gates: Tensor
     mask: Tensor | None
 
-    differ_by_layer = ("gates",)
+    @property
+    def differ_by_layer(self) -> tuple[str, ...]:
+        return ("gates",)
 
     @property
     def kind(self) -> tuple:
@@ -133,12 +138,14 @@ def costs_by_kind(records: list[LayerRecord]) -> list[Tensor]:
     return [_stacked_uses(uses).per_sequence().sum(dim=0) for uses in kinds.values()]
 
 
-def _stacked_uses(uses: list[AttentionUse] | list[FeedForwardUse]) -> AttentionUse | FeedForwardUse:
+def _stacked_uses(uses: list[AttentionUse | FeedForwardUse]) -> AttentionUse | FeedForwardUse:
     """Those of several layers as one, on the device of the last."""
     last = uses[-1]
     names = [name for name in last.differ_by_layer if getattr(last, name) is not None]
     device = getattr(last, names[0]).device
-    stacked = {name: torch.stack([getattr(use, name).to(device) for use in uses]) for name in names}
+    stacked: dict[str, Any] = {
+        name: torch.stack([getattr(use, name).to(device) for use in uses]) for name in names
+    }
     return last._replace(**stacked)
 
 
@@ -193,7 +200,7 @@ def cct_totals(records: list[LayerRecord], call: Call) -> Totals:
     """The budget loss and the compute of all layers, and with `output_cct_gates` their gates."""
     cost = total(costs_by_kind(records))
     index, values = call.budget.index.to(cost.device), call.control.values
-    fields = {
+    fields: dict[str, Any] = {
         "budget": made_on(cost.device, values, cost.dtype)[index],
         "compute_cost": cost.detach(),
         "compute_fraction": compute_fraction(cost).detach(),

@@ -86,7 +86,7 @@ class FeedForwardGate(nn.Module):
         """A dense layer with its slices gated; see `feed_forward.layers.gated_dense`."""
         gates, record = self(x, padding_mask)
         execution = self.choose_execution(gates)
-        if execution is Execution.SUBSET and all(map(is_plain, (*up, down))):
+        if execution is Execution.SUBSET and is_plain(down) and all(map(is_plain, up)):
             return sparse_slices(x, gates, up=up, activation=activation, down=down), record
         hidden = activation(*(matrix(x) for matrix in up))
         return down(hidden if execution is Execution.ALL_OPEN else self.split(hidden, gates)), record

@@ -80,7 +80,14 @@ def _line_panels(
     for (panel, rows), axis in zip(table.groupby(panels, sort=False), axes, strict=True):
         for style, (name, line) in zip(cycle(LINES), rows.groupby(lines, sort=False), strict=False):
             every = max(1, len(line) // 12)
-            axis.plot(line[x], line[y], label=name_of(name), markersize=4, markevery=every, **style)
+            axis.plot(
+                line[x],
+                line[y],
+                label=name_of(name),
+                markersize=4,
+                markevery=every,
+                **style,  # type: ignore[arg-type]  # names and values of options
+            )
         axis.set_title(f"budget {name_of(panel)}" if panels == "budget" else panel)
         axis.yaxis.set_major_formatter(percent())
         axis.grid(alpha=0.3)

@@ -168,7 +168,7 @@ def attend_to_kept_keys(
         bias = _bias(keys, visible, dtype)
     else:
         all_are_visible = visible is None
-        if all_are_visible:
+        if visible is None:
             visible = keys.position.new_ones(batch_size, keys.length, dtype=torch.bool)
         if scores is None:
             bias = _causal_bias(queries, keys, visible, dtype)

@@ -120,7 +120,7 @@ class _SparseCall:
             if len(queries):
                 context = self._attend_to_kept_keys(query, queries, kept)
         else:
-            if key is not None:
+            if keys is not None and key is not None and value is not None:
                 key, value = keys.scatter(key), keys.scatter(value)
             if call.place is not None:
                 layer.prepare_cache(call.place.cache)
@@ -155,16 +155,17 @@ class _SparseCall:
         normed and rotated."""
         call, layer = self.call, self.layer
         x = queries.gather(call.hidden_states)
-        if not layer.is_cross_attention and queries.is_all and keys.is_all:
+        is_whole = queries.is_all and keys is not None and keys.is_all
+        if is_whole and not layer.is_cross_attention:
             query, key, value = layer.project(x, x, subset_mix)
         else:
             query, key, value = layer.project_query(x, subset_mix), None, None
-            if call.source is not None:
+            if keys is not None and call.source is not None:
                 key, value = layer.project_key_value(keys.gather(call.source))
-        if key is None:
+        if keys is None or key is None:
             return query, None, None
         key, value = self.module.key_norm(key), self.module.value_norm(value)
-        if layer.rotate is not None:
+        if layer.rotate is not None and call.position_embeddings is not None:
             embeddings = [x.expand(*queries.chosen.shape, -1) for x in call.position_embeddings]
             query, _ = self._rotate(query, None, *map(queries.gather, embeddings))
             _, key = self._rotate(None, key, *map(keys.gather, embeddings))
@@ -175,7 +176,8 @@ class _SparseCall:
         layer = self.layer
         if layer.rotate is None:
             return query, key
-        q = k = None
+        q: Any = None
+        k: Any = None
         if query is not None:
             q = query.transpose(1, 2)
         if key is not None:
@@ -189,7 +191,7 @@ class _SparseCall:
     def _leaves_keys_out(self, queries: TokenSubset, keys: TokenSubset | None) -> bool:
         """Whether attention without a cache leaves skipped keys out too."""
         call = self.call
-        if not self.is_sdpa or call.place is not None:
+        if keys is None or not self.is_sdpa or call.place is not None:
             return False
         if call.position_bias is None or self.module.cct_execution == "sparse":
             return True
@@ -222,28 +224,28 @@ class _SparseCall:
     ) -> KeptKeys:
         """All keys that are not skipped: those of a subset, `[1, n, num_kv_heads * dh]` (None where they
         are cached), and the cached ones."""
-        if key is not None:
+        cached, place = self.cached, self.call.place
+        if key is not None and value is not None and subset is not None:
             shape = (self.layer.num_kv_heads, self.layer.head_dim)
             key, value = (torch.unflatten(x, -1, shape) for x in (key, value))
-            if self.cached is None:
+            if cached is None or place is None:
                 return KeptKeys.of(subset, key, value)
-            place = self.call.place
             place.own.update(key, value, place.layer_idx, subset=subset)
             place.note_filled()
-        return self.cached.kept_keys
+        return cached.kept_keys  # type: ignore[union-attr]  # what is not projected is cached
 
     def _kept_keys_of_step(self, key: Tensor | None, value: Tensor | None) -> KeptKeys:
         """The same of all tokens' keys and values, `[B, S, num_kv_heads * dh]`."""
-        subset = None
-        if key is not None and self.cached.is_initialized and not self.layer.is_cross_attention:
+        cached = self.cached
+        if key is None or value is None:
+            return self._kept_keys(None, None, None)
+        if cached is not None and cached.is_initialized and not self.layer.is_cross_attention:
             shape = (self.layer.num_kv_heads, self.layer.head_dim)
             key, value = (torch.unflatten(x, -1, shape).transpose(1, 2) for x in (key, value))
-            self.cached.append_step(key, value, self.gates.kv > 0)
-            return self.cached.kept_keys
-        if key is not None:
-            subset = TokenSubset(self.gates.kv > 0)
-            key, value = subset.gather(key), subset.gather(value)
-        return self._kept_keys(key, value, subset)
+            cached.append_step(key, value, self.gates.kv > 0)
+            return cached.kept_keys
+        subset = TokenSubset(self.gates.kv > 0)
+        return self._kept_keys(subset.gather(key), subset.gather(value), subset)
 
     def _attend_to_kept_keys(self, query: Tensor, queries: TokenSubset, kept: KeptKeys) -> Tensor:
         """Contexts `[1, n, heads, dh]` of the queries of a subset."""

@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from ..core.linear_slices import input_slice, linear_slice
+from ..core.linear_slices import PlainLinear, input_slice, linear_slice
 from ..core.precision import compute_dtype
 from .token_subset import TokenSubset
 
@@ -19,7 +19,7 @@ def sparse_slices(
     *,
     up: Sequence[nn.Module],
     activation: Callable[..., Tensor],
-    down: nn.Module,
+    down: PlainLinear,
 ) -> Tensor:
     """`FeedForwardGate.compute`, of plain linear layers: `[B, T, d]` and gates `[B, T, M]`, zeros and
     ones -> `[B, T, d]`."""

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.mixins import ModelMixin
 from ..core.slots import GATINGS
 from .mechanism import CCT_EXECUTIONS
 
 
-class CctSwitches:
+class CctSwitches(ModelMixin):
     """Methods of every gated model that rule its CCT gates at run time."""
 
     def set_budget(self, budget: float | tuple[float, float] | None) -> None:
@@ -41,6 +42,7 @@ class CctSwitches:
             known = ", ".join(map(repr, CCT_EXECUTIONS))
             raise ValueError(f"execution must be one of {known} (got {execution!r}).")
         self._budget_controls("set_cct_execution")
+        module: Any
         for module in self.modules():
             if isinstance(module, CctSwitches):
                 module.config.cct_execution = execution
@@ -70,6 +72,7 @@ class CctSwitches:
                 )
 
         self._budget_controls("set_cct_gates")
+        module: Any
         for module in self.modules():
             if getattr(module, "gate_kind", None) == "cct":
                 module.forced = gates

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from ..cct.mechanism import CCT, CctFields, is_budget
 from ..core.fields import check_bool, check_choice, check_int, check_number, fail
 from ..core.mechanism import MECHANISMS, attention_types, ffn_types, field_names, register
+from ..core.mixins import ConfigMixin
 from ..mae.mechanism import MAE, MaeFields
 from ..moa.mechanism import MOA, MoaFields
 from ..moe.mechanism import MOE, MoeFields
@@ -78,7 +79,7 @@ class KindFields:
 
 # the last one's fields come first
 @dataclass(kw_only=True, repr=False)  # it prints as its backbone's does
-class GatingConfig(CctFields, MoeFields, RouterFields, MoaFields, MaeFields, KindFields):
+class GatingConfig(CctFields, MoeFields, RouterFields, MoaFields, MaeFields, KindFields, ConfigMixin):
     """Fields shared by `MoaBertConfig`, `MoaGPT2Config` and `MoaT5Config`: those of `KindFields`,
     `MaeFields`, `MoaFields`, `RouterFields`, `MoeFields` and `CctFields`.
 
@@ -255,7 +256,7 @@ class GatingConfig(CctFields, MoeFields, RouterFields, MoaFields, MaeFields, Kin
     @property
     def stack_budgets(self) -> list[float]:
         """The budgets of one stack of layers, repeats included."""
-        return self.cct_budgets
+        return self.cct_budgets  # type: ignore[return-value]  # asked only with CCT
 
     @property
     def default_stack_budget(self) -> float:

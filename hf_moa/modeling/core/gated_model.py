@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches):
 
     _has_two_halves = False  # an encoder and a decoder
     # Statistics of a few vectors per batch: too coarse in half precision.
-    _keep_in_fp32_modules_strict = ("mixture.gate.norm",)
+    _keep_in_fp32_modules_strict = ("mixture.gate.norm",)  # type: ignore[assignment]  # made a set
 
     def __init__(self, config, *args, **kwargs):
         config.validate_gating()
@@ -97,6 +97,7 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches):
             gate_norm: batch normalisation of the MAE gates; None leaves it as it is.
             router_balance: the load in the routers' balance loss; None leaves it as it is.
         """
+        module: Any
         for module in self.modules():
             if gate_norm is not None and "is_global" in vars(module):
                 module.is_global = gate_norm
@@ -117,7 +118,8 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches):
             self.config.dtype = str(self.dtype).removeprefix("torch.")
             os.makedirs(save_directory, exist_ok=True)
             if self.is_remote_code():
-                custom_object_save(self, save_directory, config=self.config)
+                config: Any = self.config  # as transformers does, whose annotation has a dictionary
+                custom_object_save(self, save_directory, config=config)
             self.config.save_pretrained(save_directory)
             if self.can_generate():
                 self.generation_config.save_pretrained(save_directory)
@@ -127,14 +129,18 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches):
         """Without the class that FSDP version 2 has put before the model's, and whose module and name
         transformers would save."""
         sharded = type(self)
-        self.__class__ = next(each for each in sharded.__mro__ if not issubclass(each, FSDPModule))
+        own: Any = next(each for each in sharded.__mro__ if not issubclass(each, FSDPModule))
+        self.__class__ = own
         try:
             yield
         finally:
             self.__class__ = sharded
 
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs
+    def _set_gradient_checkpointing(  # type: ignore[override]  # what may follow goes by name
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable = checkpoint,
+        **kwargs: Any,
     ) -> None:
         reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False)
         has_losses = any(m.has_auxiliary_losses for m in mechanisms_of(self.config))
@@ -152,8 +158,9 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches):
         Only `transformers.initialization` functions are used: they leave loaded weights alone.
         """
         super()._init_weights(module)
-        if hasattr(module, "initialize"):
-            module.initialize(self._init_scales())
+        initialize = getattr(module, "initialize", None)
+        if initialize is not None:
+            initialize(self._init_scales())
 
     def _init_scales(self) -> InitScales:
         """Standard deviations of a layer's projections at the start."""

@@ -15,9 +15,10 @@ from transformers.generation import (
 
 from ..attention.flow import AttentionFlow
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+from .mixins import ModelMixin
 
 
-class GatedGenerationMixin(GenerationMixin):
+class GatedGenerationMixin(GenerationMixin, ModelMixin):
     """`GenerationMixin` that hands the gates their budget, their past and the padding."""
 
     def generate(self, *args: Any, budget: Any = None, **kwargs: Any) -> Any:
@@ -42,7 +43,8 @@ class GatedGenerationMixin(GenerationMixin):
         if isinstance(encoded, dict):  # the same of its losses
             kept = {k: v for k, v in encoded.items() if not isinstance(v, Tensor) or v.ndim > 0}
             kwargs["encoder_outputs"] = type(encoded)(**kept)
-        return super().generate(*args, **kwargs)
+        own: Any = super()  # what transformers says of `self` is for another checker
+        return own.generate(*args, **kwargs)
 
     def _check_budget(self, budget: Any) -> None:
         """Refuse what the first forward would take, and a later one would not."""
@@ -63,7 +65,8 @@ class GatedGenerationMixin(GenerationMixin):
         With a static cache, transformers turns the padding mask into one of pairs, from which gates
         cannot tell padding: the mask of the step's own tokens then travels beside it.
         """
-        inputs = super().prepare_inputs_for_generation(
+        own: Any = super()
+        inputs: dict[str, Any] = own.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             attention_mask=attention_mask,
@@ -81,33 +84,38 @@ class GatedGenerationMixin(GenerationMixin):
             inputs[f"{prefix}padding_mask"] = mask[:, -tokens.shape[1] :].bool().contiguous()
         return inputs
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]  # hands on what it is given
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        own: Any = super()
+        own._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get(CACHE_NAME)
         if cache is None:
             return
-        decoder = self.decoder if self.config.is_encoder_decoder else self
+        decoder: Any = self.decoder if self.config.is_encoder_decoder else self
         for module in decoder.modules():
             if isinstance(module, AttentionFlow):
                 module.prepare_cache(cache)
         if generation_config.is_assistant:
             cache.activate_past_recording()  # the layers that were asked before are replaced
 
-    def _get_candidate_generator(
+    def _get_candidate_generator(  # type: ignore[override]  # which is called by names
         self, *args: Any, model_kwargs: dict[str, Any], assistant_model: Any = None, **kwargs: Any
     ) -> Any:
         if assistant_model is not None and assistant_model is not self:
             model_kwargs = {name: value for name, value in model_kwargs.items() if name != "budget"}
-        return super()._get_candidate_generator(
+        own: Any = super()
+        return own._get_candidate_generator(
             *args, model_kwargs=model_kwargs, assistant_model=assistant_model, **kwargs
         )
 
     def _get_logits_processor(
         self, *args: Any, model_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> LogitsProcessorList:
-        processors = super()._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
+        own: Any = super()
+        processors: LogitsProcessorList = own._get_logits_processor(
+            *args, model_kwargs=model_kwargs, **kwargs
+        )
         budget = (model_kwargs or {}).get("budget")
         for processor in processors:
             if budget is not None and isinstance(

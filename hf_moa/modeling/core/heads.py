@@ -14,12 +14,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
 from transformers.utils.generic import can_return_tuple
 
 from ..cache.naming import takes_cache_by_any_name
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
+from .mixins import ModelMixin
 from .outputs import (
     MoaQuestionAnsweringOutput,
     MoaSequenceClassifierOutput,
@@ -29,7 +30,7 @@ from .outputs import (
 from .task_losses import token_loss, token_share
 
 
-class TaskHead:
+class TaskHead(ModelMixin):
     """A model with a head on its base model.
 
     Attributes:
@@ -64,7 +65,7 @@ class TaskHead:
 
 
 def output_of(
-    model: Any, output_class: type, outputs: Any, loss: Tensor | None, share: Any = 1.0, **own: Any
+    model: Any, output_class: Any, outputs: Any, loss: Tensor | None, share: Any = 1.0, **own: Any
 ) -> Any:
     """See `TaskHead.head_output`."""
     loss = model._with_aux_loss(loss, outputs, share)
@@ -86,7 +87,8 @@ def _with_inputs(forward: Callable, head_inputs: tuple[str, ...]) -> Callable:
     ]
     own = [parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for parameter in own]
     positional = [parameter.name for parameter in (*inputs, *own)]
-    wrapper.__signature__ = inspect.Signature([itself, *inputs, *own, others])
+    shown = inspect.Signature([itself, *inputs, *own, others])
+    wrapper.__signature__ = shown  # type: ignore[attr-defined]  # for `inspect`
     return takes_cache_by_any_name(wrapper) if "cache" in head_inputs else wrapper
 
 
@@ -94,7 +96,7 @@ class SequenceClassification(TaskHead):
     """A head that classifies (or regresses) a sequence. A family implements `pooled_logits`."""
 
     accepts_loss_kwargs = False  # the loss is a mean over sequences
-    output_class = MoaSequenceClassifierOutput
+    output_class: ClassVar[type] = MoaSequenceClassifierOutput
 
     def pooled_logits(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
         """`[B, classes]` of the base model's outputs for these inputs."""
@@ -122,7 +124,9 @@ class SequenceClassification(TaskHead):
 class TokenClassification(TaskHead):
     """A head that classifies each token, with `dropout` and `classifier`."""
 
-    output_class = MoaTokenClassifierOutput
+    output_class: ClassVar[type] = MoaTokenClassifierOutput
+    dropout: nn.Module
+    classifier: nn.Module
 
     @only_gates_learn_in_gate_phase
     @can_return_tuple
@@ -152,7 +156,8 @@ class QuestionAnswering(TaskHead):
     """A head that classifies spans, with `qa_outputs`: start and end of the answer."""
 
     accepts_loss_kwargs = False  # the loss is a mean over sequences
-    output_class = MoaQuestionAnsweringOutput
+    output_class: ClassVar[type] = MoaQuestionAnsweringOutput
+    qa_outputs: nn.Module
 
     @only_gates_learn_in_gate_phase
     @can_return_tuple

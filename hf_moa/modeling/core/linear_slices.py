@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+# linear layers whose weight can say all that they do
+PlainLinear = nn.Linear | Conv1D
 
-def is_plain(module: nn.Module) -> bool:
+
+def is_plain(module: nn.Module) -> TypeGuard[PlainLinear]:
     """Whether a linear layer is what its weight says: no adapter, quantisation, hook or offloading."""
     if type(module) not in (nn.Linear, Conv1D) or type(module.weight) not in (nn.Parameter, Tensor):
         return False
@@ -48,7 +53,13 @@ def linear_slice(module: nn.Module, x: Tensor, first: int, last: int, *, of: int
 
 
 def input_slice(
-    module: nn.Module, x: Tensor, first: int, last: int, *, of: int, bias: Tensor | None = None
+    module: PlainLinear,
+    x: Tensor,
+    first: int,
+    last: int,
+    *,
+    of: int,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """What the inputs from part `first` to before part `last`, of `of`, add to the output of a plain
     `module`, its own bias aside: `[..., (last - first) / of * in]` -> `[..., out]`."""

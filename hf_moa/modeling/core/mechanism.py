@@ -107,7 +107,7 @@ def ffn_types() -> tuple[str, ...]:
 
 def gate_kinds() -> tuple[str, ...]:
     """The kinds of gates that there are."""
-    return tuple(m.gate_kind for m in gated_mechanisms())
+    return tuple(m.gate_kind for m in gated_mechanisms() if m.gate_kind)
 
 
 def gated_mechanisms() -> list[Mechanism]:

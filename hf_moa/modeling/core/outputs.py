@@ -176,8 +176,8 @@ def merge_gating(encoder: ModelOutput, decoder: ModelOutput) -> dict[str, Any]:
         fields[name] = decoder.get(name)
     costs = [getattr(outputs, "compute_cost", None) for outputs in halves.values()]
     for name, found in (("aux_loss", aux_losses.values()), ("compute_cost", costs)):
-        found = [tensor for tensor in found if tensor is not None]
-        fields[name] = total(found) if found else None
+        given = [tensor for tensor in found if tensor is not None]
+        fields[name] = total(given) if given else None
     if fields["compute_cost"] is not None:
         used, full = fields["compute_cost"].unbind(dim=-1)
         fields["compute_fraction"] = torch.where(full > 0, used / full.clamp(min=1), 1.0)
@@ -187,8 +187,9 @@ def merge_gating(encoder: ModelOutput, decoder: ModelOutput) -> dict[str, Any]:
             for half, outputs in halves.items()
             for name, value in (batch_term(outputs, field) or {}).items()
         } or None
-    budgets = [getattr(outputs, "budget", None) for outputs in halves.values()]
-    if all(budget is not None for budget in budgets):
+    all_budgets = [getattr(outputs, "budget", None) for outputs in halves.values()]
+    budgets = [budget for budget in all_budgets if budget is not None]
+    if len(budgets) == len(halves):
         fields["budget"] = torch.stack([budget.to(budgets[-1]) for budget in budgets], dim=-1)
     return {name: value for name, value in fields.items() if value is not None}
 

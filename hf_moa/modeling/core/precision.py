@@ -40,8 +40,9 @@ def in_dtype_of(linear: nn.Module, x: Tensor) -> Tensor:
     """`x` for a layer that may have stayed in float32 in a model of half precision, as T5's `wo` does;
     quantized layers, whose weights are no tensors or no floating-point numbers, cast by themselves."""
     weight = linear.weight
-    plain = isinstance(weight, Tensor) and weight.is_floating_point()
-    return cast(x, weight.dtype) if plain else x
+    if isinstance(weight, Tensor) and weight.is_floating_point():
+        return cast(x, weight.dtype)
+    return x
 
 
 def autocasts(device_type: str) -> bool:

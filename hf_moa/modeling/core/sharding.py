@@ -7,10 +7,10 @@ try:
     from torch.distributed.tensor import DTensor
 except ImportError:
 
-    class FSDPModule:
+    class FSDPModule:  # type: ignore[no-redef]  # in place of PyTorch's
         """A model that is sharded."""
 
-    class DTensor:
+    class DTensor:  # type: ignore[no-redef]  # the same
         """A tensor that is sharded."""
 
 

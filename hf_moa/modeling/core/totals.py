@@ -57,4 +57,5 @@ def gating_totals(records: list[LayerRecord], call: Call) -> dict[str, Any]:
 
 def total(tensors: list[Tensor]) -> Tensor:
     """The sum of tensors that may lie on several devices, on the device of the last."""
-    return sum(tensor.to(tensors[-1].device) for tensor in tensors)
+    found: Any = sum(tensor.to(tensors[-1].device) for tensor in tensors)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -13,6 +13,21 @@ from ..core.initialization import InitScales
 from ..core.precision import in_dtype_of
 from ..core.records import Record
 from ..core.slots import FEED_FORWARDS, GATINGS
+
+
+class SliceGate(Protocol):
+    """Gates on slices of a dense layer's hidden activation."""
+
+    def compute(
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None,
+        *,
+        up: Sequence[nn.Module],
+        activation: Callable[..., Tensor],
+        down: nn.Module,
+    ) -> tuple[Tensor, Record]:
+        """See `gated_dense`."""
 
 
 class DenseFeedForward(nn.Module):
@@ -110,7 +125,7 @@ def build_feed_forward(
 
 def build_feed_forward_gate(
     config: Any, *, hidden_size: int, intermediate_size: int, is_gated: bool = False
-) -> nn.Module | None:
+) -> SliceGate | None:
     """The gates of the backbone's own dense layer; None where nothing gates it."""
     gating = GATINGS.of(config)
     if gating is None:
@@ -127,7 +142,7 @@ def gated_dense(
     up: Sequence[nn.Module],
     activation: Callable[..., Tensor],
     down: nn.Module,
-    gate: nn.Module | None,
+    gate: SliceGate | None,
 ) -> tuple[Tensor, Record]:
     """`down(g * activation(up_1 x, ...))` with gates g on slices of the hidden activation.
 

@@ -194,7 +194,7 @@ class FTGConfig(PeftConfig):
         base = self.base_model_name_or_path or "the base model"
         first = "import hf_moa  # makes PEFT and transformers know the adapter and the base"
         task = getattr(self.task_type, "value", self.task_type)
-        loader = f"AutoPeftModel{LOADERS.get(task, '')}"
+        loader = f"AutoPeftModel{'' if task is None else LOADERS.get(task, '')}"
         options = "" if num_labels is None else f", num_labels={num_labels}"
         if task is None:  # PEFT imports the base's own class
             options += ', import_allowlist=["hf_moa"]'

@@ -36,6 +36,8 @@ class FTGLayer(nn.Module, BaseTunerLayer):
     """
 
     adapter_layer_names = ("ftg_modules",)
+    in_features: int | None
+    out_features: int | None
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: FTGConfig):
         super().__init__()
@@ -177,11 +179,13 @@ class FTGLayer(nn.Module, BaseTunerLayer):
     @property
     def weight(self) -> Tensor:
         """Of the module that runs, for those who look."""
-        return self.active_module().weight
+        weight: Any = self.active_module().weight
+        return weight
 
     @property
-    def bias(self) -> Tensor | None:
-        return self.active_module().bias
+    def bias(self) -> Tensor | None:  # type: ignore[override]  # `PEFT` has a plain attribute
+        bias: Any = self.active_module().bias
+        return bias
 
     def __repr__(self) -> str:
         return "ftg." + super().__repr__()

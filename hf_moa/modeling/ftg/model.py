@@ -47,6 +47,7 @@ class FTGModel(BaseTuner):
             to train is quantised, or shared.
     """
 
+    peft_config: dict[str, FTGConfig]  # type: ignore[assignment]  # all of this kind
     prefix: str = "ftg_"
     tuner_layer_cls = FTGLayer
     target_module_mapping: dict[str, Any] = {}  # noqa: RUF012 - PEFT's form
@@ -61,7 +62,8 @@ class FTGModel(BaseTuner):
 
     def _find_targets(self, model: nn.Module, config: FTGConfig, adapter_name: str) -> None:
         if config.target_modules is None:
-            config.target_modules = set(selected_modules(model, config))
+            selected = set(selected_modules(model, config))
+            config.target_modules = selected  # type: ignore[assignment]  # as PEFT holds it
         facts = _facts(model)
         if config.made_for is None:
             config.made_for = facts or None
@@ -89,18 +91,23 @@ class FTGModel(BaseTuner):
             )
         yield
 
-    def _prepare_adapter_config(self, peft_config: FTGConfig, model_config: dict) -> FTGConfig:
+    # PEFT gives a method its own kind of configuration
+    def _prepare_adapter_config(  # type: ignore[override]
+        self, peft_config: FTGConfig, model_config: dict
+    ) -> FTGConfig:
         return peft_config  # the modules are found already
 
     @staticmethod
-    def _check_target_module_exists(peft_config: FTGConfig, key: str) -> Any:
+    def _check_target_module_exists(  # type: ignore[override]  # the same
+        peft_config: FTGConfig, key: str
+    ) -> Any:
         # PEFT knows no layer by its number in a model without a prefix, as GPT-2's `h.0`
         of_all_layers = copy(peft_config)
         of_all_layers.layers_to_transform = None
         found = check_target_module_exists(of_all_layers, key)
         return False if found and not _is_chosen(key, peft_config) else found
 
-    def _create_and_replace(
+    def _create_and_replace(  # type: ignore[override]  # the same
         self,
         peft_config: FTGConfig,
         adapter_name: str,
@@ -155,15 +162,16 @@ def selected_modules(model: nn.Module, config: FTGConfig) -> list[str]:
             f"FTG selects nothing in this {type(model).__name__} with gates={list(config.gates)!r}, "
             f"plus={config.plus} and layers_to_transform={config.layers_to_transform!r}: it has "
             + (f"gates of {', '.join(found)}" if found else "no gates")
-            + f" in the layers {sorted({_layer(name) for name in kinds} - {None})}. Convert a plain "
-            "model with hf_moa.upcycle first."
+            + f" in the layers {sorted({n for n in map(_layer, kinds) if n is not None})}. Convert a "
+            "plain model with hf_moa.upcycle first."
         )
     return names
 
 
 def _gates(model: nn.Module) -> dict[str, str]:
     """Names of the gating modules, and of what kind they are; adapted ones under their own names."""
-    found, adapted = {}, ()
+    found: dict[str, str] = {}
+    adapted: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if name.startswith(adapted):
             continue
@@ -215,7 +223,7 @@ def _layer(name: str) -> int | None:
 
 def _facts(model: nn.Module) -> dict[str, Any]:
     """What an adapter must find in a model to fit it; nothing for a model that is not gated."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "listed_budgets"):
         return {}
     shapes = (name for mechanism in MECHANISMS.values() for name in mechanism.shape_fields)
@@ -227,13 +235,14 @@ def _facts(model: nn.Module) -> dict[str, Any]:
 
 def register() -> None:
     """Make PEFT know the method. A second copy of this code leaves the first in place."""
-    if FTGPeftType.FTG in mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
+    kind: Any = FTGPeftType.FTG  # no member of PEFT's own enumeration
+    if kind in mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
         return
     if FTGModel.prefix in mapping.PEFT_TYPE_TO_PREFIX_MAPPING.values():
         raise KeyError(f"There is already a PEFT method with the prefix {FTGModel.prefix!r}.")
-    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[FTGPeftType.FTG] = FTGConfig
-    mapping.PEFT_TYPE_TO_TUNER_MAPPING[FTGPeftType.FTG] = FTGModel
-    mapping.PEFT_TYPE_TO_PREFIX_MAPPING[FTGPeftType.FTG] = FTGModel.prefix
+    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind] = FTGConfig
+    mapping.PEFT_TYPE_TO_TUNER_MAPPING[kind] = FTGModel
+    mapping.PEFT_TYPE_TO_PREFIX_MAPPING[kind] = FTGModel.prefix
 
 
 register()

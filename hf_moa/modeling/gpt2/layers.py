@@ -40,7 +40,10 @@ class MoaGPT2Attention(AttentionFlow):
         scaling = head_dim**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scaling /= layer_idx + 1
-        kind = {"is_causal": not is_cross_attention, "is_cross_attention": is_cross_attention}
+        kind: dict[str, Any] = {
+            "is_causal": not is_cross_attention,
+            "is_cross_attention": is_cross_attention,
+        }
         super().__init__(
             hidden_size=d,
             scaling=scaling,
@@ -79,8 +82,10 @@ class MoaGPT2Attention(AttentionFlow):
 
     def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_fused:
-            return linear_slice(self.c_attn, source, 1, 3, of=3).chunk(2, dim=-1)
-        return self.c_attn(source).chunk(2, dim=-1)
+            key, value = linear_slice(self.c_attn, source, 1, 3, of=3).chunk(2, dim=-1)
+        else:
+            key, value = self.c_attn(source).chunk(2, dim=-1)
+        return key, value
 
     def project(
         self, hidden_states: Tensor, source: Tensor | None, mix: Any
@@ -111,7 +116,7 @@ class MoaGPT2MLP(GPT2MLP):
             config, hidden_size=config.n_embd, intermediate_size=config.ffn_size
         )
 
-    def forward(
+    def forward(  # type: ignore[override]  # and reports
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Record]:
         y, record = gated_dense(
@@ -132,6 +137,8 @@ class MoaGPT2Block(GradientCheckpointingLayer):
     """
 
     mae_phase = "mixture"
+    mlp: nn.Module
+    mlp_dropout: nn.Module
 
     def __init__(self, config: MoaGPT2Config, layer_idx: int):
         super().__init__()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,17 +31,19 @@ class Gpt2Layout(Layout):
         )
 
     def _query_key_value(self, state: dict[str, Tensor], layer: str, kind: str) -> tuple[Tensor, ...]:
-        taken = [state.pop(f"{layer}.{name}.{kind}", None) for name in ("q_attn", "c_attn")]
+        taken: list[Any] = [state.pop(f"{layer}.{name}.{kind}", None) for name in ("q_attn", "c_attn")]
         # shape: (d, out) -> (out, d); a bias stays as it is
         query, merged = (x.T if x is not None and x.ndim == 2 else x for x in taken)
         return merged.chunk(3) if query is None else (query, *merged.chunk(2))
 
     def write_attention(self, state: dict[str, Tensor], layer: str, weights: AttentionWeights) -> None:
         state[f"{layer}.q_attn.weight"] = weights.query
-        state[f"{layer}.q_attn.bias"] = weights.query_bias
+        # GPT-2 has all biases
+        biases: list[Any] = [weights.query_bias, weights.key_bias, weights.value_bias]
+        state[f"{layer}.q_attn.bias"] = biases[0]
         key_value = torch.cat([weights.key, weights.value])
         state[f"{layer}.c_attn.weight"] = key_value.T.contiguous()
-        state[f"{layer}.c_attn.bias"] = torch.cat([weights.key_bias, weights.value_bias])
+        state[f"{layer}.c_attn.bias"] = torch.cat(biases[1:])
         state[f"{layer}.c_proj.weight"] = weights.output
 
     def read_feed_forward(self, state: dict[str, Tensor], layer: str) -> FeedForwardWeights:

@@ -46,7 +46,7 @@ class MoaGPT2PreTrainedModel(GatedModel, GPT2PreTrainedModel):
     """Base class of the gated GPT-2 models: initialisation, loading and saving, the gates' switches."""
 
     config_class = MoaGPT2Config
-    _no_split_modules = ("MoaGPT2Block",)
+    _no_split_modules = ("MoaGPT2Block",)  # type: ignore[assignment]  # made a set
     _supports_flex_attn = True
     _can_record_outputs = {  # noqa: RUF012 - read by transformers as it stands
         "hidden_states": MoaGPT2Block,
@@ -77,6 +77,8 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
     Args:
         config: a `MoaGPT2Config`.
     """
+
+    wte: nn.Module
 
     def __init__(self, config: MoaGPT2Config):
         super().__init__(config)
@@ -134,18 +136,17 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
                 `n_positions`; a budget that the model does not know; a budget without CCT.
         """
         requested = self._requested_gating(kwargs)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        if inputs_embeds is None:
+        if input_ids is not None and inputs_embeds is None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
-            input_ids = input_ids.view(-1, input_ids.shape[-1])
-            inputs_embeds = self.wte(input_ids)
+            inputs_embeds = self.wte(input_ids.view(-1, input_ids.shape[-1]))
+        elif inputs_embeds is None or input_ids is not None:
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         length = inputs_embeds.shape[1]
         cache = self._cache(cache, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
             position_ids = self._positions(length, past, inputs_embeds.device)
-        elif attention_mask is None and cache is None and self.h[0].attn.mixture.remembers:
+        elif attention_mask is None and cache is None and self._remembers:
             refuse_packed_texts(position_ids)
         if padding_mask is None:
             padding_mask = padding_mask_of(attention_mask, length, past)
@@ -157,12 +158,13 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
             hidden_states = hidden_states + budgets.embedding
         hidden_states = self.drop(hidden_states)
         causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache, position_ids)
+        cross_mask: Any = encoder_attention_mask
         encoder_padding_mask = None
         if encoder_hidden_states is not None:
             encoder_padding_mask = padding_mask_of(
                 encoder_attention_mask, encoder_hidden_states.shape[1]
             )
-            encoder_attention_mask = create_bidirectional_mask(
+            cross_mask = create_bidirectional_mask(
                 config=self.config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=encoder_attention_mask,
@@ -174,7 +176,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
                 hidden_states,
                 causal_mask,
                 encoder_hidden_states,  # positional, for reentrant gradient checkpointing
-                encoder_attention_mask=encoder_attention_mask,
+                encoder_attention_mask=cross_mask,
                 **{CACHE_NAME: cache},  # as gradient checkpointing looks for it
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
@@ -182,11 +184,18 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
                 **kwargs,
             )
             records.append(record)
+        held: dict[str, Any] = {CACHE_NAME: cache if use_cache else None}
         return MoaBaseModelOutput(
             last_hidden_state=self.ln_f(hidden_states),
-            **{CACHE_NAME: cache if use_cache else None},
+            **held,
             **gating_totals(records, Call(self.config, requested, budgets, self.budget_control)),
         )
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether gates need something of earlier tokens."""
+        first: Any = self.h[0]
+        return first.attn.mixture.remembers
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         if not use_cache:
@@ -267,7 +276,8 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss, share = None, 1.0
+        loss = None
+        share: Tensor | float = 1.0
         if labels is not None:
             targets = next_token_labels(labels) if shift_labels is None else shift_labels
             loss = token_loss(logits, targets, num_items_in_batch=num_items_in_batch)
@@ -299,7 +309,7 @@ class MoaGPT2ForSequenceClassification(SequenceClassification, MoaGPT2PreTrained
         super().__init__(config)
         self.num_labels = config.num_labels
         self.transformer = MoaGPT2Model(config)
-        self.score = nn.Linear(config.n_embd, config.num_labels, bias=False)
+        self.score = nn.Linear(config.n_embd, config.num_labels, bias=False)  # type: ignore[arg-type]  # a number
         self.post_init()
 
     def pooled_logits(self, outputs: MoaBaseModelOutput, inputs: dict[str, Any]) -> Tensor:
@@ -344,7 +354,7 @@ class MoaGPT2ForTokenClassification(TokenClassification, MoaGPT2PreTrainedModel)
         if dropout is None:
             dropout = getattr(config, "hidden_dropout", None)
         self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
-        self.classifier = nn.Linear(config.n_embd, config.num_labels)
+        self.classifier = nn.Linear(config.n_embd, config.num_labels)  # type: ignore[arg-type]  # a number
         self.post_init()
 
 

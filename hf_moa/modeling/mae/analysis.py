@@ -22,7 +22,7 @@ from .report import SECTIONS
 class _Layer:
     """Sums over the inputs of one MAE layer."""
 
-    def __init__(self, mixture: MixtureOfHeads):
+    def __init__(self, mixture: Any):  # a `MixtureOfHeads`, perhaps of a checkpoint's code
         dropped = combinations(range(mixture.num_heads), mixture.num_dropped)
         self.experts = [",".join(map(str, heads)) for heads in dropped]
         self.inputs = 0

@@ -51,7 +51,8 @@ def detached_parameters(module: nn.Module) -> Iterator[None]:
 def _parameters_of(module: nn.Module) -> tuple[dict, list[str]]:
     """The dictionary that holds the module's own parameters, and their names in it."""
     if getattr(module, "_is_replica", False):  # nn.DataParallel's have them as plain attributes
-        return module.__dict__, list(module._former_parameters)
+        held = module.__dict__
+        return held, list(held["_former_parameters"])
     return module._parameters, list(module._parameters)
 
 

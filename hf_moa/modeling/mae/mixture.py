@@ -90,6 +90,8 @@ class MixtureOfHeads(MultiHead):
         ValueError: an unknown gate_type; a number of dropped heads that leaves none, or drops none.
     """
 
+    dropped: Tensor
+
     def __init__(
         self,
         *,
@@ -117,7 +119,7 @@ class MixtureOfHeads(MultiHead):
         self.phase = "mixture"
         self.selection: str | None = None
         self.register_buffer("dropped", dropped_heads(num_heads, num_dropped), persistent=False)
-        self.gate = None
+        self.gate: MaeGate | None = None
         if gate_type == "learned":
             self.gate = MaeGate(
                 hidden_size=hidden_size,
@@ -149,7 +151,7 @@ class MixtureOfHeads(MultiHead):
     has_phases = True
 
     @property
-    def remembers(self) -> bool:
+    def remembers(self) -> bool:  # type: ignore[override]  # a constant of other mixtures
         return self.is_causal and self.gate is not None
 
     def route(
@@ -226,20 +228,26 @@ class MixtureOfHeads(MultiHead):
             return at_least_float32(weights)
         if self.training and self.phase == "expert":
             with torch.no_grad():
-                return self._gate(hidden_states, padding_mask, past)
-        return self._gate(hidden_states, padding_mask, past)
+                return self._gated(self.gate, hidden_states, padding_mask, past)
+        return self._gated(self.gate, hidden_states, padding_mask, past)
 
     @property
     def pools_inputs(self) -> bool:
         """Whether the gate averages its inputs, not what its first matrix makes of them: in training,
         for the statistics of the means."""
-        return self.training or self.gate.training
+        return self.training or (self.gate is not None and self.gate.training)
 
-    def _gate(self, hidden_states: Tensor, padding_mask: Tensor | None, past: GatePast | None) -> Tensor:
+    def _gated(
+        self,
+        gate: MaeGate,
+        hidden_states: Tensor,
+        padding_mask: Tensor | None,
+        past: GatePast | None,
+    ) -> Tensor:
         length, dtype = hidden_states.shape[1], hidden_states.dtype
         if not self.is_causal:
             valid = None if padding_mask is None else padding_mask.any(dim=1)
-            return self.gate(masked_mean(hidden_states, padding_mask), valid, dtype=dtype)
+            return gate(masked_mean(hidden_states, padding_mask), valid, dtype=dtype)
 
         def pool(inputs: Tensor) -> Tensor:
             if past is not None:
@@ -252,10 +260,10 @@ class MixtureOfHeads(MultiHead):
             return windowed_mean(inputs, padding_mask, self.window)
 
         if self.pools_inputs:
-            return self.gate(pool(hidden_states), padding_mask, dtype=dtype)
+            return gate(pool(hidden_states), padding_mask, dtype=dtype)
         makes_graph = torch.is_grad_enabled() or is_traced(hidden_states)
         held = None if makes_graph else past
-        return self.gate(hidden_states, None, dtype=dtype, pool=pool, past=held)
+        return gate(hidden_states, None, dtype=dtype, pool=pool, past=held)
 
     def _idle_gate(self) -> Tensor | float:
         """Zero, and in a run of several processes a zero that has the gate in its graph: DDP waits for

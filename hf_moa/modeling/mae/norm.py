@@ -29,6 +29,14 @@ class GateBatchNorm(nn.BatchNorm1d):
     Shapes: `x` `[..., d]`, `valid` `[...]` bool or None -> `[..., d]`, float32 at least.
     """
 
+    # here there always are all
+    weight: nn.Parameter
+    bias: nn.Parameter
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float
+
     def __init__(self, num_features: int):
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         super().__init__(num_features, dtype=dtype)

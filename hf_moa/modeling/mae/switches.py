@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.mixins import ModelMixin
+
 MAE_PHASES = ("mixture", "gate", "expert")
 EXPERT_SELECTIONS = ("argmax", "random", None)
 
 
-class MaeSwitches:
+class MaeSwitches(ModelMixin):
     """Methods of every gated model that rule its MAE attention at run time."""
 
     mae_phase = "mixture"
@@ -43,6 +45,7 @@ class MaeSwitches:
             )
         for mixture in mixtures:
             mixture.phase = phase
+        module: Any
         for module in self.modules():
             if hasattr(type(module), "mae_phase"):
                 module.mae_phase = phase

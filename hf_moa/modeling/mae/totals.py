@@ -25,4 +25,5 @@ def mae_totals(records: list[LayerRecord], call: Call) -> Totals:
 
 
 def _weights(attentions: list[Record]) -> tuple[Tensor, ...] | None:
-    return tuple(record.expert_weights for record in attentions) or None
+    weights = (record.expert_weights for record in attentions)
+    return tuple(each for each in weights if each is not None) or None

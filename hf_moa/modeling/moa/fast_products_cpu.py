@@ -7,7 +7,8 @@ about as much as two of the projections.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,7 +146,7 @@ def cpu_expert_output_backward(
     return grad_x, grad_scale, grad_weight
 
 
-CPU_OPERATORS = {
+CPU_OPERATORS: dict[str, Callable[..., Any]] = {
     "expert_groups": cpu_expert_groups,
     "expert_input": cpu_expert_input,
     "expert_input_backward": cpu_expert_input_backward,

@@ -273,7 +273,7 @@ def expert_output_backward(
     return grad_x, grad_scale, grad_weight
 
 
-OPERATORS = {
+OPERATORS: dict[str, Callable[..., Any]] = {
     "expert_groups": expert_groups,
     "expert_input": expert_input,
     "expert_input_backward": expert_input_backward,

@@ -129,11 +129,11 @@ class ExpertInput(nn.Module):
         if computes_by_slot(index, self.weight, self.moa_execution):
             chosen = index.flatten().tolist()
             biases = [None if self.bias is None else self.bias[e] for e in chosen]
-            y = [
+            slots = [
                 nn.functional.linear(x, self.weight[e], bias)
                 for e, bias in zip(chosen, biases, strict=True)
             ]
-            return torch.stack(y, dim=-2)
+            return torch.stack(slots, dim=-2)
         return self._dense(x, index)
 
     def _dense(self, x: Tensor, index: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class ExpertOutput(nn.Module):
             y = torch.unflatten(y, 0, index.shape[:2])
         elif computes_by_slot(index, self.weight, self.moa_execution):
             weighted = x * weight.unsqueeze(-1).to(x.dtype)
-            y = sum(
+            y = sum(  # type: ignore[assignment]  # there is a slot
                 weighted[:, :, slot] @ self.weight[expert]
                 for slot, expert in enumerate(index.flatten().tolist())
             )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ..core.mixins import ModelMixin
 from .mechanism import MOA_EXECUTIONS
 
 
-class MoaSwitches:
+class MoaSwitches(ModelMixin):
     """A method of every gated model that rules its MoA attention at run time."""
 
     def set_moa_execution(self, execution: str) -> None:
@@ -20,7 +23,7 @@ class MoaSwitches:
             known = ", ".join(map(repr, MOA_EXECUTIONS))
             raise ValueError(f"execution must be one of {known} (got {execution!r}).")
         # by mark, not by class: the code of a model without MoA is without them
-        projections = [module for module in self.modules() if "moa_execution" in vars(module)]
+        projections: list[Any] = [module for module in self.modules() if "moa_execution" in vars(module)]
         if not projections:
             raise ValueError(
                 "set_moa_execution needs attention_type='moa' (this model has "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,23 +20,26 @@ def convert_attention(weights: AttentionWeights, config: Any) -> AttentionWeight
     heads = weights.num_heads
     experts = [i % heads for i in range(config.attention_experts)]
 
-    def of_experts(tensor: Tensor | None) -> Tensor | None:
+    def of_experts(tensor: Tensor) -> Tensor:
         """`[h * dh, ...]` -> `[N, dh, ...]`."""
-        return None if tensor is None else tensor.unflatten(0, (heads, -1))[experts]
+        return tensor.unflatten(0, (heads, -1))[experts]
 
-    def mean(tensor: Tensor | None) -> Tensor | None:
+    def mean(tensor: Tensor) -> Tensor:
         """`[h * dh, ...]` -> `[dh, ...]`."""
-        return None if tensor is None else tensor.unflatten(0, (heads, -1)).mean(dim=0)
+        return tensor.unflatten(0, (heads, -1)).mean(dim=0)
+
+    def of_bias(change: Callable[[Tensor], Tensor], bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else change(bias)
 
     position_bias = weights.position_bias
     return replace(
         weights,
         query=of_experts(weights.query),
-        query_bias=of_experts(weights.query_bias),
+        query_bias=of_bias(of_experts, weights.query_bias),
         key=mean(weights.key),
-        key_bias=mean(weights.key_bias),
+        key_bias=of_bias(mean, weights.key_bias),
         value=mean(weights.value),
-        value_bias=mean(weights.value_bias),
+        value_bias=of_bias(mean, weights.value_bias),
         output=(of_experts(weights.output) * config.num_attention_heads).contiguous(),
         position_bias=None if position_bias is None else position_bias[:, experts],
     )

@@ -99,6 +99,10 @@ class FeedForwardExperts(nn.Module):
 
     is_gated = False
     bias = False
+    up_proj: nn.Parameter
+    gate_up_proj: nn.Parameter
+    up_proj_bias: nn.Parameter
+    down_proj_bias: nn.Parameter
 
     def __init__(
         self, config, *, num_experts: int, hidden_size: int, intermediate_size: int, activation: str

@@ -27,6 +27,7 @@ def convert_feed_forward(weights: FeedForwardWeights, config: Any) -> dict[str, 
             part["gate_up_proj"] = torch.cat([up, weights.linear.chunk(num_parts)[m]])
         if weights.up_bias is not None:
             part["up_proj_bias"] = weights.up_bias.chunk(num_parts)[m]
+        if weights.down_bias is not None:
             part["down_proj_bias"] = weights.down_bias / num_parts
         prefix = f"parts.{m}.experts" if config.has_cct else "experts"
         for name, tensor in part.items():

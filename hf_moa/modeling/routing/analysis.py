@@ -53,9 +53,10 @@ class _Layer:
         return self.chosen_together.diagonal() / self.tokens
 
 
-def _router_of(mixture: MixtureOfAttentionExperts) -> TopKRouter:
+def _router_of(mixture: nn.Module) -> TopKRouter:
     """Its router, also where an adapter has wrapped it."""
-    return next(module for module in mixture.modules() if is_instance_by_name(module, TopKRouter))
+    found: Any = next(m for m in mixture.modules() if is_instance_by_name(m, TopKRouter))
+    return found
 
 
 class MoaMeasure(Measure):
@@ -89,10 +90,10 @@ class MoaMeasure(Measure):
         for name, load in observation.expert_load.items():
             stack, _, part = name.partition(" ")
             if part == "feed_forward":
-                tokens = int(observation.tokens[stack].mask.sum())
+                count = int(observation.tokens[stack].mask.sum())
                 so_far = self.feed_forward.get(name, torch.zeros(load.shape, dtype=torch.float64))
-                self.feed_forward[name] = so_far + tokens * load.cpu().double()
-                self.feed_forward_tokens[name] = self.feed_forward_tokens.get(name, 0) + tokens
+                self.feed_forward[name] = so_far + count * load.cpu().double()
+                self.feed_forward_tokens[name] = self.feed_forward_tokens.get(name, 0) + count
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """`expert_load` and, of attention experts, `router_entropy`, `experts_together`,

@@ -27,7 +27,9 @@ def plot_pairs(table: pd.DataFrame, *, most_layers: int = 6) -> Figure:
     would look all the same beside it.
     """
     panels = _layers_of_parts(table, most_layers)
-    figure, axes = figure_of_panels(panels, width=2.9, height=2.6, most_columns=_columns(panels, 3))
+    figure, axes = figure_of_panels(
+        list(panels), width=2.9, height=2.6, most_columns=_columns(panels, 3)
+    )
     from matplotlib.colors import LogNorm
 
     size = table["other"].max() + 1
@@ -55,7 +57,7 @@ def plot_preferences(table: pd.DataFrame, *, rows: str, most_layers: int = 6) ->
     size = table["expert"].nunique()
     width = max(3.2, 0.3 * size + 1.2)
     figure, axes = figure_of_panels(
-        panels,
+        list(panels),
         width=width,
         height=0.9 + 0.3 * max(own[rows].nunique() for own in panels.values()),
         most_columns=_columns(panels, max(1, int(13 // width))),
@@ -66,7 +68,7 @@ def plot_preferences(table: pd.DataFrame, *, rows: str, most_layers: int = 6) ->
         grid = own.pivot(index=rows, columns="expert", values="share").reindex(names)
         image = heat_map(axis, grid, highest=highest, columns=grid.columns, numbers=size <= 12)
         axis.set(title=title, xlabel="expert")
-        axis.set_xticks(_few(size), _few(size))
+        axis.set_xticks(_few(size), [str(each) for each in _few(size)])
     figure.colorbar(image, ax=axes, label="share", format=percent())
     return figure
 

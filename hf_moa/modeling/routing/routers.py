@@ -43,7 +43,7 @@ class Routing(NamedTuple):
         balances_globally: the load is that of all processes' tokens.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides the method of tuples
     weight: Tensor
     logits: Tensor
     mask: Tensor | None

@@ -115,7 +115,9 @@ def _stacked_routings(routings: list[Routing]) -> Routing:
     """Routings of the same sizes and tokens as one."""
     last = routings[-1]
     names = ("index", "weight", "logits")
-    stacked = {name: torch.stack([getattr(each, name) for each in routings]) for name in names}
+    stacked: dict[str, Any] = {
+        name: torch.stack([getattr(each, name) for each in routings]) for name in names
+    }
     if last.noise is not None:
         stacked["noise"] = Noise(*map(torch.stack, zip(*(each.noise for each in routings), strict=True)))
     return last._replace(**stacked)

@@ -46,7 +46,7 @@ class MoaT5Config(GatingConfig, T5Config):
         "AutoModelForTokenClassification": "MoaT5ForTokenClassification",
         "AutoModelForQuestionAnswering": "MoaT5ForQuestionAnswering",
     }
-    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [  # type: ignore[misc]  # no field
         *GatingConfig.keys_to_ignore_at_inference,
         "encoder_last_hidden_state",
     ]
@@ -100,9 +100,10 @@ class MoaT5Config(GatingConfig, T5Config):
     @property
     def budget_pairs(self) -> list[tuple[float, float]]:
         """The (encoder, decoder) budgets that training samples from."""
-        if _is_pair(self.cct_budgets[0]):
-            return [tuple(pair) for pair in self.cct_budgets]
-        return list(product(self.cct_budgets, repeat=2))
+        budgets: Any = self.cct_budgets  # asked only with CCT
+        if _is_pair(budgets[0]):
+            return [tuple(pair) for pair in budgets]
+        return list(product(budgets, repeat=2))
 
     @property
     def budget_half(self) -> int | None:

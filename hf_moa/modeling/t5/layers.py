@@ -45,7 +45,7 @@ class MoaT5Attention(AttentionFlow):
         has_relative_attention_bias: bool = False,
     ):
         d = config.d_model
-        kind = {
+        kind: dict[str, Any] = {
             "is_causal": config.is_decoder and not is_cross_attention,
             "is_cross_attention": is_cross_attention,
         }
@@ -164,8 +164,11 @@ class MoaT5LayerCrossAttention(nn.Module):
 class _GatedDense:
     """A dense layer of T5, its hidden activation gated by CCT."""
 
+    wo: nn.Linear
+    dropout: nn.Dropout
+
     def __init__(self, config: MoaT5Config):
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]  # T5's, behind this class
         self.act = build_activation(config.dense_act_fn)
         self.gate = build_feed_forward_gate(
             config,
@@ -185,6 +188,10 @@ class _GatedDense:
             down=self.wo,
             gate=self.gate,
         )
+
+    def _up(self) -> list[nn.Module]:
+        """The matrices in front of the activation."""
+        raise NotImplementedError
 
     def _activation(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
         activation = self.act(x) if factor is None else self.act(x) * factor
@@ -298,6 +305,6 @@ def _representable(hidden_states: Tensor) -> Tensor:
     """Clamp what float16 cannot hold, as T5 does to train in it."""
     if hidden_states.dtype != torch.float16:
         return hidden_states
-    limit = torch.finfo(torch.float16).max
-    limit = torch.where(torch.isinf(hidden_states).any(), limit - 1000, limit)
+    largest = torch.finfo(torch.float16).max
+    limit = torch.where(torch.isinf(hidden_states).any(), largest - 1000, largest)
     return torch.clamp(hidden_states, min=-limit, max=limit)

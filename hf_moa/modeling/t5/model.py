@@ -171,7 +171,9 @@ class MoaT5EncoderModel(MoaT5PreTrainedModel):
     """Only the encoder. It takes a number (or a tensor `[B]`) as budget."""
 
     _tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}  # noqa: RUF012
-    _keys_to_ignore_on_load_unexpected = (r"decoder",)
+    _keys_to_ignore_on_load_unexpected = (r"decoder",)  # type: ignore[assignment]  # made a set
+
+    shared: nn.Module
 
     def __init__(self, config: MoaT5Config):
         config = _encoder_only(config)
@@ -224,7 +226,7 @@ class MoaT5EncoderModel(MoaT5PreTrainedModel):
 class _ReadsSourceTwice:
     """A head on the decoder, which reads the encoder's ids shifted right where it is given none."""
 
-    head_inputs = (
+    head_inputs: ClassVar[tuple[str, ...]] = (
         "input_ids",
         "attention_mask",
         "decoder_input_ids",
@@ -250,7 +252,8 @@ class _ReadsSourceTwice:
                 "Without input_ids, give decoder_input_ids or decoder_inputs_embeds: the decoder "
                 "reads the input_ids shifted right."
             )
-        inputs = {**inputs, "decoder_input_ids": self._shift_right(input_ids)}
+        model: Any = self  # of T5
+        inputs = {**inputs, "decoder_input_ids": model._shift_right(input_ids)}
         masks = [inputs.get(f"decoder_{name}") for name in ("attention_mask", "padding_mask")]
         if all(mask is None for mask in masks):
             mask = padding_mask_of(inputs.get("attention_mask"), input_ids.shape[1])
@@ -267,7 +270,7 @@ class MoaT5ForSequenceClassification(_ReadsSourceTwice, SequenceClassification, 
 
     head_inputs = _ReadsSourceTwice.head_inputs
     output_class = MoaSeq2SeqSequenceClassifierOutput
-    _keys_to_ignore_on_load_unexpected = MoaT5EncoderDecoder._keys_to_ignore_on_load_unexpected
+    _keys_to_ignore_on_load_unexpected = MoaT5EncoderDecoder._keys_to_ignore_on_load_unexpected  # type: ignore[assignment]
     _has_two_halves = True
 
     def __init__(self, config: MoaT5Config):
@@ -276,7 +279,9 @@ class MoaT5ForSequenceClassification(_ReadsSourceTwice, SequenceClassification, 
         self.classification_head = T5ClassificationHead(config)
         self.post_init()
 
-    def _run_to_count(self, tokens: Tensor, decoder_tokens: Tensor) -> None:
+    def _run_to_count(  # type: ignore[override]  # of two halves
+        self, tokens: Tensor, decoder_tokens: Tensor
+    ) -> None:
         # where the end token stands is not known
         outputs = self.transformer(input_ids=tokens, decoder_input_ids=decoder_tokens)
         self.classification_head(outputs.last_hidden_state[:, -1])
@@ -290,7 +295,7 @@ class MoaT5ForSequenceClassification(_ReadsSourceTwice, SequenceClassification, 
         return self.transformer(**self.shift_source_right(inputs), return_dict=True)
 
     def pooled_logits(self, outputs: MoaSeq2SeqModelOutput, inputs: dict[str, Any]) -> Tensor:
-        hidden_states = outputs.last_hidden_state
+        hidden_states: Any = outputs.last_hidden_state
         sequences = torch.arange(hidden_states.shape[0], device=hidden_states.device)
         end = self._last_end(inputs["input_ids"]).to(hidden_states.device)
         return self.classification_head(hidden_states[sequences, end])
@@ -320,7 +325,7 @@ class MoaT5ForTokenClassification(TokenClassification, MoaT5PreTrainedModel):
         self.num_labels = config.num_labels
         self.transformer = MoaT5EncoderModel(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        self.classifier = nn.Linear(config.d_model, config.num_labels)  # type: ignore[arg-type]  # a number
         self.post_init()
 
 
@@ -336,7 +341,7 @@ class MoaT5ForQuestionAnswering(_ReadsSourceTwice, QuestionAnswering, MoaT5Encod
     def __init__(self, config: MoaT5Config):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.qa_outputs = nn.Linear(config.d_model, config.num_labels)
+        self.qa_outputs = nn.Linear(config.d_model, config.num_labels)  # type: ignore[arg-type]  # a number
         self.post_init()
 
     def base_outputs(self, **inputs: Any) -> MoaSeq2SeqModelOutput:

@@ -35,10 +35,10 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
     """Base class of the gated T5 models: initialisation, loading and saving, the gates' switches."""
 
     config_class = MoaT5Config
-    _no_split_modules = ("MoaT5Block",)
+    _no_split_modules = ("MoaT5Block",)  # type: ignore[assignment]  # made a set
     # The last projection of a feed-forward layer overflows float16; `down` is that of CCT's parts.
     # (In full: transformers looks for these anywhere in a name, and experts have a `down_proj`.)
-    _keep_in_fp32_modules = ("wo", "down.weight")
+    _keep_in_fp32_modules = ("wo", "down.weight")  # type: ignore[assignment]  # made a set
     _can_record_outputs = {  # noqa: RUF012 - read by transformers as it stands
         "hidden_states": OutputRecorder(MoaT5Block, index=0),
         "attentions": OutputRecorder(MoaT5Attention, index=1, layer_name="SelfAttention"),
@@ -64,9 +64,10 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
         super()._init_weights(module)
         factor, d = self.config.initializer_factor, self.config.d_model
         if getattr(module, "gate_kind", None) is not None:
+            gate: Any = module
             # transformers' default for T5 is a standard deviation of 1, which saturates a gate
             for name, linear in module.named_children():
-                if isinstance(linear, nn.Linear) and name not in module.neutral_layers:
+                if isinstance(linear, nn.Linear) and name not in gate.neutral_layers:
                     init.normal_(linear.weight, std=0.02 * factor)
         if isinstance(module, MoaT5Attention):
             scales = self._init_scales()
@@ -77,16 +78,17 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
             if module.has_relative_attention_bias:
                 init.normal_(module.relative_attention_bias.weight, std=factor * d**-0.5)
         elif isinstance(module, MoaT5PreTrainedModel):
+            model: Any = module
             if hasattr(module, "shared"):
-                init.normal_(module.shared.weight, std=factor)
+                init.normal_(model.shared.weight, std=factor)
             if hasattr(module, "lm_head") and not self.config.tie_word_embeddings:
-                init.normal_(module.lm_head.weight, std=factor)
+                init.normal_(model.lm_head.weight, std=factor)
             if hasattr(module, "qa_outputs"):
-                init.normal_(module.qa_outputs.weight, std=factor * d**-0.5)
-                init.zeros_(module.qa_outputs.bias)
+                init.normal_(model.qa_outputs.weight, std=factor * d**-0.5)
+                init.zeros_(model.qa_outputs.bias)
             if hasattr(module, "classifier"):
-                init.normal_(module.classifier.weight, std=factor)
-                init.zeros_(module.classifier.bias)
+                init.normal_(model.classifier.weight, std=factor)
+                init.zeros_(model.classifier.bias)
 
     def _init_scales(self) -> InitScales:
         config, factor = self.config, self.config.initializer_factor
@@ -101,6 +103,8 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
 
 class MoaT5Stack(MoaT5PreTrainedModel):
     """The gated encoder, or with `config.is_decoder` the gated decoder."""
+
+    embed_tokens: nn.Module
 
     def __init__(self, config: MoaT5Config):
         super().__init__(config)
@@ -191,9 +195,10 @@ class MoaT5Stack(MoaT5PreTrainedModel):
                 **kwargs,
             )
             records.append(record)
+        held: dict[str, Any] = {CACHE_NAME: cache}
         return MoaBaseModelOutput(
             last_hidden_state=self.dropout(self.final_layer_norm(hidden_states)),
-            **{CACHE_NAME: cache},
+            **held,
             **gating_totals(
                 records, Call(loss_config or self.config, requested, budgets, self.budget_control)
             ),
@@ -224,13 +229,15 @@ class MoaT5Stack(MoaT5PreTrainedModel):
 class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
     """What every model with both halves shares: the stacks, their embeddings and their budgets."""
 
-    _keys_to_ignore_on_load_unexpected = (
+    _keys_to_ignore_on_load_unexpected = (  # type: ignore[assignment]  # made a set
         "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
     )
     _tied_weights_keys = {  # noqa: RUF012
         "encoder.embed_tokens.weight": "shared.weight",
         "decoder.embed_tokens.weight": "shared.weight",
     }
+
+    shared: nn.Module
 
     def __init__(self, config: MoaT5Config):
         super().__init__(config)
@@ -240,7 +247,7 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
         encoder_config.use_cache = False
         self.encoder = MoaT5Stack(encoder_config)
         decoder_config.is_decoder = True
-        decoder_config.num_layers = config.num_decoder_layers
+        decoder_config.num_layers = config.num_decoder_layers  # type: ignore[assignment]  # filled in
         self.decoder = MoaT5Stack(decoder_config)
         gating = GATINGS.of(config)
         self.budgets = None if gating is None else gating.pairs(config)
@@ -255,7 +262,9 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
 
     _has_two_halves = True
 
-    def _run_to_count(self, tokens: Tensor, decoder_tokens: Tensor) -> None:
+    def _run_to_count(  # type: ignore[override]  # of two halves
+        self, tokens: Tensor, decoder_tokens: Tensor
+    ) -> None:
         self(input_ids=tokens, decoder_input_ids=decoder_tokens)
 
     def run_stacks(
