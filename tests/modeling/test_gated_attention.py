@@ -282,6 +282,12 @@ def test_layer_that_rotates_wants_positions():
         layer(hidden()[0])
 
 
+def test_cross_attention_wants_what_it_looks_at():
+    layer = GatedAttention(D, 4, is_cross_attention=True)
+    with pytest.raises(ValueError, match="encoder_hidden_states must be given to cross-attention"):
+        layer(hidden()[0])
+
+
 def test_layer_of_one_line():
     x = torch.randn(2, 5, 64)
     y, attentions, record = GatedAttention(64, 8)(x)

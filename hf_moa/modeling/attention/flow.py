@@ -208,14 +208,21 @@ class AttentionFlow(nn.Module):
 
         Raises:
             ValueError: continuous batching of learned MAE gates; a layer that rotates, and no
-                `position_embeddings`.
+                `position_embeddings`; cross-attention, and neither `encoder_hidden_states` nor a cache
+                that holds their keys.
         """
         place = None
         if cache is not None:
             place = CachePlace(cache, self.layer_idx, self.is_cross_attention)
         source: Tensor | None = hidden_states
         if self.is_cross_attention:
-            source = None if place is not None and place.is_filled else encoder_hidden_states
+            is_held = place is not None and place.is_filled
+            if encoder_hidden_states is None and not is_held:
+                raise ValueError(
+                    "encoder_hidden_states must be given to cross-attention until a cache holds their "
+                    "keys (got None)."
+                )
+            source = None if is_held else encoder_hidden_states
         call = AttentionCall(
             hidden_states,
             source,
