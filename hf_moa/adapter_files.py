@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers import AutoConfig, PreTrainedModel
 
@@ -13,6 +13,11 @@ from .gated_models import is_instance_by_name
 from .json_files import read_object
 from .modeling.config.gating import GatingConfig
 from .modeling.ftg.config import LOADERS, FTGConfig, saved_num_labels
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+    from .gated_models import GatedPreTrainedConfig
 
 # PEFT's names of tasks -> the classes that adapters for them are loaded onto.
 _AUTO_CLASSES = {task: f"AutoModel{suffix}" for task, suffix in LOADERS.items()}
@@ -36,27 +41,28 @@ class Adapter:
 
     method: str
     base: str | None
-    config: GatingConfig
+    config: GatedPreTrainedConfig
     model_class: type | str | None
     base_folder: str | None = None
     trains: str | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, folder: str | Path | None = None) -> Adapter:
+    def of(cls, model: PreTrainedModel | PeftModel, folder: str | Path | None = None) -> Adapter:
         """That of a model, the first if it has several; saved to a folder.
 
         Raises:
             ValueError: the base model is not gated.
         """
-        base_model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        peft_config = next(iter(model.peft_config.values()))
+        get_base_model = getattr(model, "get_base_model", None)
+        base_model = model if get_base_model is None else get_base_model()
+        peft_config = cast("PeftConfig", next(iter(model.peft_config.values())))
         base = peft_config.base_model_name_or_path or None
         peft_type = getattr(peft_config.peft_type, "value", peft_config.peft_type)
-        _check_gated(base_model.config, base)
+        config = _checked_gated(base_model.config, base)
         return cls(
-            method=_method(peft_type, getattr(peft_config, "plus", False)),
+            method=_method(cast(str, peft_type), getattr(peft_config, "plus", False)),
             base=base,
-            config=base_model.config,
+            config=config,
             model_class=type(base_model),
             base_folder=None if folder is None else base_beside(folder, base),
             trains=peft_config.in_words() if is_instance_by_name(peft_config, FTGConfig) else None,
@@ -83,14 +89,15 @@ class Adapter:
         is_here = base is not None and Path(base).is_dir()
         source = base if is_here else base_model or base
         config = _config_of(source if base_folder is None else str(folder / base_folder))
-        config.num_labels = saved_num_labels(folder) or config.num_labels
+        if labels := saved_num_labels(folder):
+            config.num_labels = labels
         return cls(
             method=_method(method, facts.get("plus", False)),
             base=base,
             config=config,
             model_class=base_class_of(facts, config),
             base_folder=base_folder,
-            trains=FTGConfig.from_pretrained(folder).in_words() if method == "FTG" else None,
+            trains=FTGConfig.from_pretrained(str(folder)).in_words() if method == "FTG" else None,
         )
 
     def facts(self) -> dict[str, Any]:
@@ -138,15 +145,17 @@ def base_class_of(facts: Mapping[str, Any], config: GatingConfig) -> str | None:
         facts: of adapter_config.json.
         config: of the base model.
     """
-    auto = _AUTO_CLASSES.get(facts.get("task_type"))
-    return config.auto_classes.get(auto) or (facts.get("auto_mapping") or {}).get("base_model_class")
+    auto = _AUTO_CLASSES.get(facts.get("task_type") or "")
+    return config.auto_classes.get(auto or "") or (facts.get("auto_mapping") or {}).get(
+        "base_model_class"
+    )
 
 
 def _method(peft_type: str, plus: bool) -> str:
     return "FTG+" if peft_type == "FTG" and plus else peft_type
 
 
-def _config_of(base: str | None) -> GatingConfig:
+def _config_of(base: str | None) -> GatedPreTrainedConfig:
     if base is None:
         raise ValueError(
             "The adapter must name its base model (got no base_model_name_or_path); give the base's id "
@@ -159,13 +168,13 @@ def _config_of(base: str | None) -> GatingConfig:
             f"The adapter's base must be a model whose configuration can be read (got {base}: "
             f"{' '.join(str(error).split())[:200]})."
         ) from error
-    _check_gated(config, base)
-    return config
+    return _checked_gated(config, base)
 
 
-def _check_gated(config: Any, base: str | None) -> None:
+def _checked_gated(config: Any, base: str | None) -> GatedPreTrainedConfig:
     if not is_instance_by_name(config, GatingConfig):
         raise ValueError(
             f"The adapter's base must be a gated model (got {base}, of model_type "
             f"{getattr(config, 'model_type', None)!r}); PEFT writes the cards of others."
         )
+    return cast("GatedPreTrainedConfig", config)

@@ -9,22 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .eval_mode import in_eval_mode
-from .modeling.config.gating import GatingConfig
 from .modeling.core.mechanism import field_names
 from .timing import compare
+
+if TYPE_CHECKING:
+    from .gated_models import GatedPreTrainedConfig, GatedPreTrainedModel
 
 
 @torch.inference_mode()
 def benchmark(
-    model: PreTrainedModel,
+    model: GatedPreTrainedModel,
     batch: Mapping[str, Tensor],
     *,
     budgets: Sequence[Any] | None = None,
@@ -71,11 +73,12 @@ def benchmark(
 
 
 def _rows_and_runs(
-    model: PreTrainedModel, batch: Mapping[str, Tensor], chosen: list[Any]
+    model: GatedPreTrainedModel, batch: Mapping[str, Tensor], chosen: list[Any]
 ) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
     """What to time, and what the table says of each."""
     config = model.config
-    plain = plain_model(config, type(model).__name__).to(model.device, model.dtype).eval()
+    plain: nn.Module = plain_model(config, type(model).__name__)
+    plain = plain.to(model.device, model.dtype).eval()
     rows = [{"model": type(plain).__name__, "budget": None, "execution": None, "compute_fraction": None}]
     runs: list[Callable[[], object]] = [partial(plain, **batch)]
     before = config.cct_execution
@@ -104,7 +107,7 @@ def _rows_and_runs(
     return rows, runs
 
 
-def plain_model(config: GatingConfig, class_name: str) -> PreTrainedModel:
+def plain_model(config: GatedPreTrainedConfig, class_name: str) -> PreTrainedModel:
     """transformers' own model of the same sizes, with random weights.
 
     Args:

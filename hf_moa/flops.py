@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -22,6 +22,9 @@ from .gated_models import is_instance_by_name
 from .modeling.attention.flow import AttentionFlow
 from .modeling.cct.budgets import BudgetControl
 from .modeling.core.macs import Macs
+
+if TYPE_CHECKING:
+    from .gated_models import GatedPreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
     hooks = [module.register_forward_hook(count, with_kwargs=True) for module in model.modules()]
     try:
         with _on_meta(model), torch.no_grad():
-            model._run_to_count(
+            cast("GatedPreTrainedModel", model)._run_to_count(
                 *(torch.zeros(1, length, dtype=torch.long, device="meta") for length in lengths)
             )
     finally:
@@ -144,7 +147,8 @@ def _macs(module: nn.Module, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     if isinstance(module, (nn.Linear, Conv1D)):
         macs = x.numel() // x.shape[-1] * module.weight.numel()
         return Macs(macs, macs)
-    return module.count_macs(x, *args, **kwargs) if hasattr(module, "count_macs") else None
+    count_macs = getattr(module, "count_macs", None)
+    return None if count_macs is None else count_macs(x, *args, **kwargs)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
@@ -167,6 +171,11 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
         yield module, (layer, part)
 
 
+def _tensors(module: nn.Module) -> tuple[dict[str, Tensor | None], ...]:
+    """A module's own parameters and buffers, by name."""
+    return cast("tuple[dict[str, Tensor | None], ...]", (module._parameters, module._buffers))
+
+
 @contextmanager
 def _on_meta(model: nn.Module) -> Iterator[None]:
     """Have the model in eval, on the meta device, with implementations that run there."""
@@ -182,7 +191,7 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
     held = [
         (tensors, name, tensor)
         for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
+        for tensors in _tensors(module)
         for name, tensor in tensors.items()
         if tensor is not None
     ]

@@ -6,7 +6,7 @@ which have the names of the package's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import nn
 
@@ -14,8 +14,23 @@ from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.modeling.core.gated_model import GatedModel
 from hf_moa.modeling.core.mechanism import Mechanism, mechanisms_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from typing_extensions import TypeIs
 
-def is_instance_by_name(thing: Any, kind: type) -> bool:
+    class GatedPreTrainedConfig(GatingConfig, PreTrainedConfig):
+        """What every gated configuration is: `GatingConfig` is a mixin."""
+
+    class GatedPreTrainedModel(GatedModel, PreTrainedModel):  # type: ignore[misc]  # as its subclasses
+        """What every gated model is: `GatedModel` is a mixin."""
+
+        config: GatedPreTrainedConfig
+
+
+_Kind = TypeVar("_Kind")
+
+
+def is_instance_by_name(thing: Any, kind: type[_Kind]) -> TypeIs[_Kind]:
     """Whether `thing` is an instance of the package's class `kind`, or of its namesake in a checkpoint's
     own code."""
     return any(each.__name__ == kind.__name__ for each in type(thing).__mro__)
@@ -26,7 +41,7 @@ def mechanisms_in(config: Any) -> list[Mechanism]:
     return mechanisms_of(config) if is_instance_by_name(config, GatingConfig) else []
 
 
-def gated_model_of(model: nn.Module) -> GatedModel:
+def gated_model_of(model: nn.Module) -> GatedPreTrainedModel:
     """The gated model in a wrapper of PEFT, `torch.compile` or `DataParallel`.
 
     Raises:
@@ -34,7 +49,7 @@ def gated_model_of(model: nn.Module) -> GatedModel:
     """
     for module in model.modules():
         if is_instance_by_name(module, GatedModel):
-            return module
+            return cast("GatedPreTrainedModel", module)
     raise ValueError(
         f"model must be one of hf_moa's, which have gates (got {type(model).__name__}); "
         "`hf_moa.upcycle` makes one of a BERT, GPT-2 or T5."

@@ -19,6 +19,7 @@ def is_hub_id(name: str | None) -> bool:
 
 def hub_name(name: str | None) -> str | None:
     """The name, where it can be an id on the Hub and is no path on this machine; else None."""
-    if name == "None" or not is_hub_id(name):  # the first is transformers' for weights from memory
+    # the second is transformers' for weights from memory
+    if not name or name == "None" or not is_hub_id(name):
         return None
     return None if Path(name).exists() else name

@@ -32,7 +32,7 @@ def output_folder(path: str | Path, *, overwrite: bool, marker: str) -> Iterator
     path.parent.mkdir(parents=True, exist_ok=True)
     is_closed = path.is_dir() and not os.access(path.parent, os.W_OK)
     work = (path if is_closed else path.parent) / f".{path.name}-{secrets.token_hex(4)}.partial"
-    work.mkdir()  # with everybody's rights to it, where `tempfile`'s folders are for their owner alone
+    work.mkdir()  # with everybody's rights to it, where `tempfile`'s folders are only for their owner
     try:
         yield work
         # Somebody may have filled it meanwhile.

@@ -83,5 +83,5 @@ class _AfterImport(MetaPathFinder):
                 sys.meta_path.remove(self)
                 self.function()
 
-        spec.loader.exec_module = execute_and_call
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]  # of this one loader
         return spec

@@ -92,7 +92,7 @@ def trainer_hyperparameters(trainer: Trainer) -> dict[str, Any]:
         found["mixed_precision_training"] = "bfloat16"
     found["mae_training"] = getattr(trainer, "mae_training", None)
     if found["mae_training"] == "bcd":
-        names = ("gate_every_n_epochs", "gate_epoch_steps", "gate_learning_rate")
+        names: tuple[str, ...] = ("gate_every_n_epochs", "gate_epoch_steps", "gate_learning_rate")
         found |= {name: getattr(args, name) for name in names}
     found["cct_noise_steps"] = getattr(trainer, "cct_noise_steps", None)
     if args.world_size > 1:

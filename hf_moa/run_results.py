@@ -82,7 +82,7 @@ def title_of(name: str) -> str:
 
 def history_of(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """A row per evaluation during training, of `state.log_history`: step, epoch, losses, metrics."""
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[int | None, dict[str, Any]] = {}
     loss = None
     for entry in log[: _end_of_training(log)]:
         loss = entry.get("loss", loss)
@@ -94,13 +94,14 @@ def history_of(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
 
 
 def final_metrics(
-    log: Sequence[Mapping[str, Any]], *, step: int, loaded_step: int | None = None
+    log: Sequence[Mapping[str, Any]], *, step: int | None, loaded_step: int | None = None
 ) -> list[Metric]:
     """The metrics of the very weights that a run left, as `named_metrics` has them.
 
     Args:
         log: `state.log_history`.
-        step: the last step: evaluations at it count, and most those after the end of training.
+        step: the last step: evaluations at it count, and most those after the end of training. None
+            where it is not known.
         loaded_step: the step whose weights were loaded at the end of training instead.
     """
     end = _end_of_training(log)
@@ -146,8 +147,8 @@ def metrics_in(
                 f'{{"accuracy": 0.9}} (got {"no number for " + ", ".join(wrong) if wrong else "none"}).'
             )
         return found
-    entries = (read_object(folder / name) for name in _METRIC_FILES if (folder / name).is_file())
-    named = (named_metrics(_at_largest_budget(entry, config)) for entry in entries)
+    files = (read_object(folder / name) for name in _METRIC_FILES if (folder / name).is_file())
+    named = (named_metrics(_at_largest_budget(entry, config)) for entry in files)
     return next(filter(None, named), [])
 
 
@@ -188,7 +189,7 @@ def budget_rows_in(
             return []
         given = files[0]
     is_file = isinstance(given, (str, Path))
-    rows = read_json(Path(given)) if is_file else list(given)
+    rows: Any = read_json(Path(given)) if isinstance(given, (str, Path)) else list(given)
     is_list = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
     if not is_list or (is_file and not rows):
         raise ValueError(

@@ -17,7 +17,7 @@ with from_extra("analysis"):
     from datasets import Dataset, load_dataset
 
 # Files with other endings hold a text on each line.
-_READERS = {
+_READERS: dict[str, tuple[str, dict[str, Any]]] = {
     # "NA" and "null" are words
     ".csv": ("csv", {"keep_default_na": False}),
     # no quotes: what GLUE's files, and tab-separated ones in general, mean
@@ -39,7 +39,7 @@ def read_text(
     split: str = "test",
     limit: int | None = None,
 ) -> Dataset:
-    """Rows with the columns `text` and, where they are there, `pair`, `label` and `target`.
+    """Examples with the columns `text` and, where they are there, `pair`, `label` and `target`.
 
     Args:
         source: a file, plain or compressed (.csv, .tsv, .json, .jsonl or .parquet; any other holds a

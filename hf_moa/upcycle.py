@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import transformers
 from torch import Tensor
@@ -20,6 +20,9 @@ from .gated_models import is_instance_by_name, mechanisms_in
 from .modeling.config.gating import GatingConfig
 from .modeling.core.mechanism import field_names
 from .pretrained_weights import convert
+
+if TYPE_CHECKING:
+    from .gated_models import GatedPreTrainedConfig
 
 __all__ = ["TASKS", "upcycle"]
 
@@ -160,7 +163,7 @@ def _family(config: PreTrainedConfig) -> Family:
 
 def _target_config(
     source: PreTrainedConfig, attention_type: str, config_fields: dict[str, Any]
-) -> GatingConfig:
+) -> GatedPreTrainedConfig:
     family = family_of(source)
     allowed = {*field_names(), *family.extra_fields}
     unknown = sorted(set(config_fields) - allowed)
@@ -204,7 +207,7 @@ def _target_config(
 
 def _build(
     target_class: type[PreTrainedModel],
-    config: GatingConfig,
+    config: GatedPreTrainedConfig,
     state: dict[str, Tensor],
     source: PreTrainedModel,
 ) -> PreTrainedModel:
@@ -213,7 +216,7 @@ def _build(
     logging.disable_progress_bar()
     try:
         without_pooler = getattr(source, "pooler", True) is None
-        model, report = target_class.from_pretrained(
+        loaded: Any = target_class.from_pretrained(
             None,
             *([False] if without_pooler else []),  # add_pooling_layer of a base model
             config=config,
@@ -222,6 +225,7 @@ def _build(
             attn_implementation=source.config._attn_implementation,
             output_loading_info=True,
         )
+        model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
     finally:
         logging.set_verbosity(verbosity)
         if bars:
@@ -237,7 +241,8 @@ def _build(
     model.name_or_path = ""  # but no adapter of this model could be loaded onto that
     if source.can_generate():
         model.generation_config = copy.deepcopy(source.generation_config)
-    return model.to(source.device).eval()
+    # its decorator hides that `to` is a method
+    return model.to(source.device).eval()  # type: ignore[arg-type]
 
 
 def _gates(model: PreTrainedModel) -> set[str]:

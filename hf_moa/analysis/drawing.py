@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _COLOUR_MAP = "cividis"
 # Okabe and Ito's colours, with dashes and marks
-LINES = (
+LINES: tuple[dict[str, Any], ...] = (
     {"color": "#0072B2", "linestyle": "-", "marker": "o"},
     {"color": "#D55E00", "linestyle": "--", "marker": "s"},
     {"color": "#009E73", "linestyle": "-.", "marker": "^"},
@@ -32,7 +32,7 @@ _MOST_NUMBERS = 24  # columns of a heat map whose cells still have room for a nu
 def figure_of_panels(
     names: Sequence[Any], *, width: float, height: float, share_y: bool = False, most_columns: int = 3
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel for each name, in rows."""
+    """A figure with a grid of panels, one for each name."""
     # Not pyplot: no window system is asked for, and no global state is left behind.
     with from_extra("plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -69,7 +69,9 @@ def heat_map(
         aspect="auto",
         interpolation="nearest",
     )
-    turn = {"rotation": rotation, "ha": "right", "rotation_mode": "anchor"} if rotation else {}
+    turn: dict[str, Any] = (
+        {"rotation": rotation, "ha": "right", "rotation_mode": "anchor"} if rotation else {}
+    )
     crowded = len(grid.columns) > _MOST_NUMBERS
     axis.set_xticks(range(len(grid.columns)), columns, fontsize=6 if crowded else 8, **turn)
     axis.set_yticks(range(len(grid.index)), [str(name) for name in grid.index], fontsize=8)

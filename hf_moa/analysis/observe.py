@@ -7,18 +7,20 @@ whole sequence: BERT, and T5's encoder), "decoder" (causal self-attention: GPT-2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hf_moa.gated_models import gated_model_of, is_instance_by_name
 from hf_moa.modeling.attention.flow import AttentionFlow
-from hf_moa.modeling.core.gated_model import GatedModel
 from hf_moa.modeling.core.outputs import batch_term
 from hf_moa.modeling.core.task_losses import up_to_last_label
+
+if TYPE_CHECKING:
+    from hf_moa.gated_models import GatedPreTrainedModel
 
 PARTS = ("encoder", "decoder", "cross")
 
@@ -71,7 +73,8 @@ def part_of(attention: AttentionFlow) -> str:
 def attention_layers(model: nn.Module) -> list[AttentionFlow]:
     """All of them, in the order of the layers."""
     # by mark, not by class: a checkpoint may have brought its own
-    return [module for module in model.modules() if "mixture" in module._modules]
+    found = [module for module in model.modules() if "mixture" in module._modules]
+    return cast("list[AttentionFlow]", found)
 
 
 def mixtures_by_part(model: nn.Module, kind: type) -> dict[str, list[nn.Module]]:
@@ -128,7 +131,7 @@ def observe(model: nn.Module, batch: Mapping[str, Tensor], *, budget: Any = None
 
 
 def _tokens_and_inputs(
-    gated: GatedModel, batch: Mapping[str, Tensor]
+    gated: GatedPreTrainedModel, batch: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tokens], dict[str, Any]]:
     """The tokens of each stack, and what the model is called with."""
     inputs = {name: value for name, value in batch.items() if not name.startswith("label")}
@@ -146,7 +149,7 @@ def _tokens_and_inputs(
     return {"encoder": source, "decoder": target}, inputs
 
 
-def _decoder_tokens(gated: GatedModel, batch: Mapping[str, Tensor], source: Tokens) -> Tokens:
+def _decoder_tokens(gated: GatedPreTrainedModel, batch: Mapping[str, Tensor], source: Tokens) -> Tokens:
     """What an encoder-decoder model's decoder reads, and which of it the model counts as real."""
     ids = batch.get("decoder_input_ids")
     labels = batch.get("labels") if gated.can_generate() else None
@@ -155,16 +158,21 @@ def _decoder_tokens(gated: GatedModel, batch: Mapping[str, Tensor], source: Toke
     if mask is None and labels is not None:
         mask = up_to_last_label(labels)
     if ids is None and labels is not None:
-        ids = gated._shift_right(labels)
+        ids = _shifted_right(gated, labels)
     elif ids is None and not gated.can_generate() and not type(gated).__name__.endswith("Model"):
         # classifiers give the source to both halves
-        ids, mask = gated._shift_right(source.ids), source.mask if mask is None else mask
+        ids, mask = _shifted_right(gated, source.ids), source.mask if mask is None else mask
     elif ids is None:
         raise ValueError(
             f"{type(gated).__name__} needs the decoder's side in every batch: labels or "
             f"decoder_input_ids (got {', '.join(batch)})."
         )
     return Tokens(ids, _all_real(ids) if mask is None else mask)
+
+
+def _shifted_right(gated: GatedPreTrainedModel, ids: Tensor) -> Tensor:
+    """What an encoder-decoder model's decoder reads to predict `ids`."""
+    return cast("Callable[[Tensor], Tensor]", gated._shift_right)(ids)
 
 
 def _all_real(ids: Tensor) -> Tensor:

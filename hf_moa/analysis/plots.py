@@ -5,7 +5,7 @@ Every function takes one table, as `Analysis.tables` has it, and returns a `matp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .drawing import LINES, figure_of_panels, heat_map, name_of, percent
 
@@ -77,11 +77,11 @@ def plot_selection(table: pd.DataFrame) -> Figure:
     for metric, axis in zip(metrics, axes, strict=True):
         # points and not bars, which would have to start at zero
         std = table[f"{metric} std"].astype(float) if f"{metric} std" in table else None
-        style = {"color": LINES[0]["color"], "fmt": "o", "capsize": 4}
+        style: dict[str, Any] = {"color": LINES[0]["color"], "fmt": "o", "capsize": 4}
         axis.errorbar(table[metric], table["experts"], xerr=std, **style)
         axis.set(title=metric)
         axis.ticklabel_format(axis="x", useOffset=False)
         axis.margins(y=0.25)
         axis.grid(alpha=0.3)
-    axes[0].invert_yaxis()  # the first row on top
+    axes[0].invert_yaxis()  # the first on top
     return figure

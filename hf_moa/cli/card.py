@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_least_1(args, "limit", "batch_size", "max_length")
     import hf_moa.registration  # noqa: F401 - the card is written from what AutoConfig reads
     from hf_moa.model_card import checkpoint_card, is_unfinished, read_card, write_card
+    from hf_moa.model_card.existing import metadata_of
 
     old = read_card(output)
     if old is not None and not is_unfinished(old) and not args.overwrite:
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         facts = {"card": str(output), "metadata": card.data.to_dict(), "unsaid": unsaid}
         print(json.dumps(facts, indent=1, default=str))  # YAML has dates
         return 0
-    print(f"{output}: tags {', '.join(card.data.tags)}")
+    print(f"{output}: tags {', '.join(metadata_of(card).tags or [])}")
     if unsaid:
         print(f"It does not say, and these options would: {', '.join(unsaid)}")
     return 0

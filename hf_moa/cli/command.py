@@ -6,7 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def add_command(
@@ -61,6 +64,7 @@ def tokenizer_of(source: str) -> Any:
 
     # AutoTokenizer makes an empty tokenizer of a folder without files for one.
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        found: bool | str | None
         if Path(source).is_dir():
             found = (Path(source) / name).is_file()
         else:
@@ -111,7 +115,7 @@ def _load_adapter(source: str, path: Path) -> Any:
         )
     weights = _file_of(source, "adapter_model.safetensors")
     labels = None if weights is None else saved_num_labels(weights.parent)
-    options = {} if labels is None else {"num_labels": labels}
+    options: dict[str, Any] = {} if labels is None else {"num_labels": labels}
     # as `base_beside` has it of a folder; on the Hub there are only files
     if names_base_folder(base) and _file_of(source, f"{BASE_FOLDER}/config.json"):
         base, options["subfolder"] = source, BASE_FOLDER
@@ -133,7 +137,7 @@ def _load_model(
     import hf_moa.registration
     from hf_moa.modeling.config.gating import GatingConfig
 
-    config = AutoConfig.from_pretrained(source, subfolder=options.get("subfolder", ""))
+    config: PreTrainedConfig = AutoConfig.from_pretrained(source, subfolder=options.get("subfolder", ""))
     if not isinstance(config, GatingConfig):
         raise ValueError(
             f"{source} must be a checkpoint of hf_moa (got model_type {config.model_type!r}); `hf-moa "

@@ -86,7 +86,9 @@ def tokenizer_for(model: Any, source: str) -> Any:
     """
     from hf_moa.gated_models import gated_model_of
 
-    tokenizer = tokenizer_of(source) or tokenizer_of(gated_model_of(model).name_or_path)
+    tokenizer = tokenizer_of(source)
+    if not tokenizer and (base := gated_model_of(model).name_or_path) is not None:
+        tokenizer = tokenizer_of(base)
     if tokenizer is None:
         raise ValueError(f"{source} must have its tokenizer beside it to read text (got none)")
     return tokenizer

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hf_moa.field_meanings import field_meaning
 
@@ -46,31 +46,36 @@ def gating_fields() -> list[GatingField]:
     paths = [modeling / "config" / "gating.py", *modeling.glob("*/mechanism.py")]
     nodes = [node for path in paths for node in ast.parse(path.read_text(encoding="utf-8")).body]
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-    constants = {node.targets[0].id: node.value for node in nodes if isinstance(node, ast.Assign)}
+    constants = {_id(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
     values = {name: [plain] for name, plain in _PLAIN.items()}
     for mechanism in next(_registered(nodes)):
-        for keyword in constants[mechanism].keywords:
+        for keyword in cast(ast.Call, constants[mechanism]).keywords:
             if keyword.arg in values:
                 values[keyword.arg].append(ast.literal_eval(keyword.value))
     for name, constant in _CHOICES.items():
         values[name] = ast.literal_eval(constants[constant])
     return [
         GatingField(
-            name=node.target.id,
+            name=_id(node.target),
             kinds=tuple(ast.unparse(node.annotation).split(" | ")),
-            default=ast.literal_eval(node.value),
-            meaning=field_meaning(ast.get_docstring(fields), node.target.id),
-            choices=tuple(values[node.target.id]) if node.target.id in values else None,
+            default=ast.literal_eval(cast(ast.expr, node.value)),
+            meaning=field_meaning(ast.get_docstring(fields), _id(node.target)),
+            choices=tuple(values[_id(node.target)]) if _id(node.target) in values else None,
         )
         for base in reversed(classes["GatingConfig"].bases)  # a dataclass's own order
-        for fields in [classes[base.id]]
+        for fields in [classes[_id(base)]]
         for node in fields.body
         if isinstance(node, ast.AnnAssign)
     ]
+
+
+def _id(node: ast.expr) -> str:
+    """The name that a node is."""
+    return cast(ast.Name, node).id
 
 
 def _registered(nodes: list[ast.stmt]) -> Iterator[list[str]]:
     """The names of the mechanisms that are declared, in their order."""
     for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            yield [argument.id for argument in node.value.args]
+            yield [_id(argument) for argument in node.value.args]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -23,6 +23,9 @@ from hf_moa.run_results import budget_table
 from .data_and_results import data_table, result_table
 from .mechanisms import citations, mechanism_phrases, mechanism_tags, mechanisms_in_words
 
+if TYPE_CHECKING:
+    from hf_moa.gated_models import GatedPreTrainedConfig
+
 _TEMPLATE = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
 # A new card replaces what stands under these, as far as it knows of it. What is under others stays.
 HEADINGS = tuple(re.findall(r"^## (.+)$", _TEMPLATE, flags=re.MULTILINE))
@@ -30,7 +33,7 @@ _BACKBONES = {"bert": "BERT", "gpt2": "GPT-2", "t5": "T5"}
 
 
 def model_card(
-    config: GatingConfig,
+    config: GatedPreTrainedConfig,
     *,
     name: str,
     model_class: type | str | None = None,
@@ -151,7 +154,7 @@ def model_card(
     )
 
 
-def _class_of(config: GatingConfig, model_class: type | str | None) -> tuple[str, str, str]:
+def _class_of(config: GatedPreTrainedConfig, model_class: type | str | None) -> tuple[str, str, str]:
     """The family's class that a model is (of a class derived from it, its parent; without any, the base
     model), the auto class that loads it, and its task on the Hub: of `MoaBertForMaskedLM`, fill-mask."""
     auto_classes = {known: auto for auto, known in config.auto_classes.items()}

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard
 from transformers import AutoConfig
 
 from hf_moa.adapter_files import Adapter
 from hf_moa.hub_names import hub_name
 from hf_moa.json_files import read_object
-from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.run_facts import DataUsed, TrainingFacts, state_hyperparameters
 from hf_moa.run_results import budget_rows_in, budget_table, history_of, logged_metrics, metrics_in
 
 from .card import model_card
 from .data_and_results import eval_results, listed, named_data
-from .existing import base_on_hub, forget_base, merged_card, read_card, sections_of, training_data
+from .existing import (
+    base_on_hub,
+    forget_base,
+    merged_card,
+    metadata_of,
+    read_card,
+    sections_of,
+    training_data,
+)
+
+if TYPE_CHECKING:
+    from hf_moa.gated_models import GatedPreTrainedConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
@@ -71,24 +81,25 @@ def checkpoint_card(
         adapter = Adapter.in_folder(folder, base_model=base_model)
     if adapter is None:
         config = _config(folder)
-        facts = {"carries_code": f"modeling_{config.model_type}.py" in files}
+        facts: dict[str, Any] = {"carries_code": f"modeling_{config.model_type}.py" in files}
     else:
         config, facts = adapter.config, adapter.facts()
         if adapter.base_folder is None:
             base_model = base_model or hub_name(adapter.base)
-        elif old is not None:
+        elif old is not None and adapter.base is not None:
             forget_base(old, adapter.base)
         base_model = base_model or base_on_hub(old)
     given, same_weights = list(datasets), training is None
     if old is not None:
-        datasets, task = given or listed(old.data.datasets), task or old.data.pipeline_tag
+        said_before = metadata_of(old)
+        datasets, task = given or listed(said_before.datasets), task or said_before.pipeline_tag
     state = read_object(folder / "trainer_state.json") if "trainer_state.json" in files else {}
     found = metrics_in(folder, metrics, config) or logged_metrics(state)
     results = eval_results(found, task=task, data=_evaluated(datasets, old))
     budget_rows = budget_rows_in(folder, budgets)
     if training is None:
         said = sections_of(old)
-        known = [(each.metric_name, each.metric_value) for each in listed(old and old.data.eval_results)]
+        known = [(each.metric_name, each.metric_value) for each in _results_of(old)]
         if not given and all((each.metric_name, each.metric_value) in known for each in results):
             results = []  # the old card may say more: on what they were measured
         if budgets is None and budget_rows:  # the old card may say on which machine
@@ -120,7 +131,7 @@ def checkpoint_card(
     return merged_card(card, old, same_weights=same_weights)
 
 
-def _config(folder: Path) -> GatingConfig:
+def _config(folder: Path) -> GatedPreTrainedConfig:
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"The checkpoint must be a folder with config.json or adapter_config.json (got {folder}, "
@@ -135,6 +146,10 @@ def _config(folder: Path) -> GatingConfig:
     return AutoConfig.from_pretrained(folder)
 
 
+def _results_of(card: ModelCard | None) -> list[EvalResult]:
+    return [] if card is None else listed(metadata_of(card).eval_results)
+
+
 def _evaluated(datasets: Sequence[str], old: ModelCard | None) -> DataUsed | None:
     """What the metrics were measured on: the one data set, just as the old card's results name it."""
     if len(datasets) != 1:
@@ -142,7 +157,7 @@ def _evaluated(datasets: Sequence[str], old: ModelCard | None) -> DataUsed | Non
     fields = ("name", "config", "split", "revision")
     known = {
         tuple(getattr(result, f"dataset_{field}") for field in fields)
-        for result in listed(old and old.data.eval_results)
+        for result in _results_of(old)
         if result.dataset_type == datasets[0] and result.dataset_split != "test"
     }
     if len(known) != 1:

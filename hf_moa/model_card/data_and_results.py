@@ -44,13 +44,14 @@ def eval_results(
             refuses results on no data set, which therefore stand only in the card's table.
     """
     data = data or DataUsed(use="evaluation")
+    # what is not known is None: such results stand only in the table
     results = []
     for prefix, name, value in metrics:
         title, part = title_of(name), prefix.removeprefix("eval").strip("_")
         result = EvalResult(
-            task_type=task,
-            dataset_type=data.dataset,
-            dataset_name=data.name or data.dataset,
+            task_type=task,  # type: ignore[arg-type]
+            dataset_type=data.dataset,  # type: ignore[arg-type]
+            dataset_name=data.name or data.dataset,  # type: ignore[arg-type]
             dataset_config=data.config,
             dataset_split="test" if data.split and prefix in TEST_PREFIXES else data.split,
             dataset_revision=data.revision,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -45,6 +46,11 @@ def read_card(path: str | Path) -> ModelCard | None:
 def write_card(card: ModelCard, path: str | Path) -> None:
     """Write a card to a file, in place of what is there."""
     card.save(path)
+
+
+def metadata_of(card: ModelCard) -> ModelCardData:
+    """A card's metadata, which huggingface_hub declares as that of cards of any kind."""
+    return cast(ModelCardData, card.data)
 
 
 def card_of(data: ModelCardData, text: str) -> ModelCard:
@@ -91,7 +97,8 @@ def merged_card(new: ModelCard, old: ModelCard | None, *, same_weights: bool) ->
 
 
 def _merged_metadata(new: ModelCard, old: ModelCard, *, same_weights: bool) -> ModelCardData:
-    fields, known = dict(vars(new.data)), dict(vars(old.data))
+    fields: dict[str, Any] = dict(vars(new.data))
+    known: dict[str, Any] = dict(vars(old.data))
     tags = [str(tag) for tag in listed(known["tags"]) if tag not in _OWN_TAGS]
     bases = {tag: tag.removeprefix(_BASE_TAG) for tag in tags if tag.startswith(_BASE_TAG)}
     # a path that an adapter's base was loaded from is nobody else's
@@ -105,7 +112,7 @@ def _merged_metadata(new: ModelCard, old: ModelCard, *, same_weights: bool) -> M
     known |= {name: value for name, value in fields.items() if value is not None}
     known |= {"metrics": list(metrics) or None, "eval_results": results or None}
     title = re.search(r"^# (.+)$", new.text, flags=re.MULTILINE)
-    return ModelCardData(**known | {"model_name": title[1] if results else None})
+    return ModelCardData(**known | {"model_name": title[1] if title and results else None})
 
 
 def is_unfinished(card: ModelCard) -> bool:
@@ -125,7 +132,7 @@ def sections_of(card: ModelCard | None) -> dict[str, str]:
 
 def base_on_hub(card: ModelCard | None) -> str | None:
     """The base model that a card names, where that is an id on the Hub and no path; else None."""
-    named = None if card is None else card.data.base_model
+    named = None if card is None else metadata_of(card).base_model
     return hub_name(named) if isinstance(named, str) else None
 
 
@@ -141,9 +148,10 @@ def base_model_of(name_or_path: str | None) -> str | None:
 
 def forget_base(card: ModelCard, path: str) -> None:
     """Remove a path of an adapter's base from the metadata, which would take it for an id on the Hub."""
-    if card.data.base_model == path:
-        card.data.base_model = None
-    card.data.tags = [tag for tag in card.data.tags or [] if tag != f"{_BASE_TAG}{path}"]
+    data = metadata_of(card)
+    if data.base_model == path:
+        data.base_model = None
+    data.tags = [tag for tag in data.tags or [] if tag != f"{_BASE_TAG}{path}"]
 
 
 def training_data(old: ModelCard | None, given: Sequence[str]) -> tuple[DataUsed, ...]:

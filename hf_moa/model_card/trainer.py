@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import ModelCard
 from transformers import Trainer
@@ -19,7 +19,7 @@ from hf_moa.run_results import final_metrics, history_of
 
 from .card import model_card
 from .data_and_results import eval_results, listed
-from .existing import base_model_of, merged_card, read_card, write_card
+from .existing import base_model_of, merged_card, metadata_of, read_card, write_card
 
 logger = logging.get_logger(__name__)
 
@@ -34,7 +34,8 @@ def write_trainer_card(trainer: Trainer, folder: str | Path, **facts: Any) -> No
         logger.warning(f"No model card was written. {error}")
         return
     if facts.get("tasks") is None and old is not None:
-        facts["tasks"] = old.data.pipeline_tag  # what somebody said, where the class only suggests
+        # what somebody said, where the class only suggests
+        facts["tasks"] = metadata_of(old).pipeline_tag
     card = trainer_card(trainer, **{"folder": folder} | facts)
     write_card(merged_card(card, old, same_weights=trainer.state.global_step == 0), path)
 
@@ -70,7 +71,7 @@ def trainer_card(
         ValueError: the model is not gated; `license` is no identifier.
     """
     args, state = trainer.args, trainer.state
-    folder = args.output_dir if folder is None else folder
+    folder = cast(str, args.output_dir) if folder is None else folder
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     adapter = Adapter.of(model, folder) if getattr(model, "peft_config", None) else None
     name = trainer.hub_model_id or args.hub_model_id
@@ -78,7 +79,7 @@ def trainer_card(
         name = model_name or Path(folder).absolute().name
     base = finetuned_from or getattr(model.config, "_name_or_path", None)
     if adapter is None:
-        base, facts = base_model_of(base), {"model_class": type(model)}
+        base, facts = base_model_of(base), dict[str, Any](model_class=type(model))
     else:  # the very model that the adapter is loaded onto, and not what that one came from
         base, facts = hub_name(adapter.base or base), adapter.facts()
     named = [

@@ -252,7 +252,8 @@ def build_corpus(
     # A topic is split at blank lines, so that a held-out passage is a paragraph or more.
     texts = [docstring.text for docstring in docstrings]
     texts += [passage for topic in topics for passage in _passages(topic)]
-    pretraining, heldout = [], []
+    pretraining: list[str] = []
+    heldout: list[str] = []
     for text in texts:
         if (normal := normalise(mask_names(text, labels))) in taken or not normal:
             continue

@@ -1,6 +1,7 @@
 """What the gates of a trained classifier do, measured on evaluation text."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
@@ -35,14 +36,15 @@ def expert_weights_by_class(
     """Mean weight of each MAE expert over the examples of each class, at the largest budget.
 
     Returns:
-        `[layers, num_labels, experts]`; each row sums to 1, NaN for a class without examples.
+        `[layers, num_labels, experts]`; sums to 1 over the experts, NaN for a class without examples.
     """
     collator = DataCollatorWithPadding(tokenizer)
     encoded = tokenizer([example.text for example in examples], truncation=True)
     weights = []
     for start in range(0, len(examples), batch_size):
         part = {key: value[start : start + batch_size] for key, value in encoded.items()}
-        output = model(**collator(part), output_expert_weights=True)
+        padded = collator(part)  # type: ignore[arg-type]  # a dict of lists does, too
+        output = model(**padded, output_expert_weights=True)
         weights.append(torch.stack(output.expert_weights))  # [layers, B, E]
     per_text = torch.cat(weights, dim=1)
     labels = torch.tensor([example.label for example in examples])
@@ -65,7 +67,7 @@ def token_compute(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
         )
         compute_fraction[budget] = output.compute_fraction.item()
     tokens = tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
-    return TokenCompute(tokens, open_gates, compute_fraction)
+    return TokenCompute(cast(list[str], tokens), open_gates, compute_fraction)
 
 
 def choose_example(

@@ -9,7 +9,7 @@ from .gates import TokenCompute
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import SubFigure
 
 # Even in lightness from dark to bright: readable in grey and to the colour-blind.
 _COLOURS = "cividis"
@@ -41,14 +41,14 @@ def draw_gates(
     num_layers, _, num_experts = expert_weights.shape
     figure = Figure(figsize=(11, 9), layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1])
+    upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=[1, 1]).flatten()
     _draw_experts(upper, expert_weights, labels, num_layers, num_experts)
     _draw_tokens(lower, compute, text)
     figure.savefig(path, dpi=150)
 
 
 def _draw_experts(
-    figure: "Figure",
+    figure: "SubFigure",
     weights: torch.Tensor,
     labels: list[str],
     num_layers: int,
@@ -76,7 +76,7 @@ def _draw_experts(
     )
 
 
-def _draw_tokens(figure: "Figure", compute: TokenCompute, text: str) -> None:
+def _draw_tokens(figure: "SubFigure", compute: TokenCompute, text: str) -> None:
     axes = figure.subplots(len(compute.open_gates), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (budget, shares) in zip(axes, compute.open_gates.items(), strict=True):
         image = axis.imshow(
@@ -96,8 +96,8 @@ def _draw_tokens(figure: "Figure", compute: TokenCompute, text: str) -> None:
 
 def _write_numbers(axis: "Axes", shares: torch.Tensor) -> None:
     # Percentages, so that the picture can be read without its colours.
-    for layer, row in enumerate(shares.tolist()):
-        for position, share in enumerate(row):
+    for layer, of_layer in enumerate(shares.tolist()):
+        for position, share in enumerate(of_layer):
             axis.text(
                 position,
                 layer,

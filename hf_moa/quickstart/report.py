@@ -46,7 +46,7 @@ def _pretraining_line(results: dict[str, Any]) -> str:
     loss = results["masked_language"]
     return (
         f"Masked-language loss on held-out text: {loss['loss_before']:.2f} before pretraining, "
-        f"{loss['loss_after']:.2f} after {loss['steps']} steps (token frequencies alone: "
+        f"{loss['loss_after']:.2f} after {loss['steps']} steps (from token frequencies only: "
         f"{loss['unigram']:.2f})"
     )
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -101,7 +101,7 @@ def _run(folder: Path, settings: QuickstartSettings, say: Callable[[str], None])
             tokenizer.save_pretrained(folder / "pretrained")
         with _timed(seconds, "finetuning"):
             trainer, rows = finetune(corpus, tokenizer, folder / "pretrained", settings, work_dir)
-    model = trainer.model
+    model = cast(transformers.PreTrainedModel, trainer.model)
 
     with _timed(seconds, "reload check"):
         model.save_pretrained(folder / "classifier")

@@ -41,7 +41,7 @@ def train_tokenizer(
         vocab_size=vocab_size, special_tokens=reserved, show_progress=False
     )
     trainee.train_from_iterator(texts, trainer)
-    # A tokenizer anew, to which those characters are no longer special.
+    # Another tokenizer, to which those characters are no longer special.
     tokenizer = _word_piece(normalizer, trainee.get_vocab())
     cls_id, sep_id = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
     tokenizer.post_processor = processors.TemplateProcessing(

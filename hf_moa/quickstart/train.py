@@ -13,6 +13,7 @@ from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     ProgressCallback,
     Trainer,
     TrainingArguments,
@@ -45,7 +46,7 @@ class MaskedLanguageResult:
 
 def pretrain(
     corpus: Corpus,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     settings: QuickstartSettings,
     work_dir: str | Path,
 ) -> tuple[MoaBertForMaskedLM, MaskedLanguageResult]:
@@ -139,7 +140,7 @@ def masked_loss(model: MoaBertForMaskedLM, batches: Iterable[dict[str, torch.Ten
 
 
 class _StageProgress(ProgressCallback):
-    """One named bar per training with the current loss in it, in place of printed dictionaries."""
+    """One named bar per training with the current loss in it, instead of printed dictionaries."""
 
     def __init__(self, name: str):
         super().__init__()

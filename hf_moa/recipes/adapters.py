@@ -24,7 +24,13 @@ from .command_line import optional
 logger = logging.getLogger(__name__)
 
 # Fields of a configuration that concern the head, or how a model was saved.
-_NOT_OF_BASE = ("architectures", "auto_map", "dtype", "transformers_version", "_name_or_path")
+_NOT_OF_BASE: tuple[str, ...] = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "transformers_version",
+    "_name_or_path",
+)
 _NOT_OF_BASE += ("id2label", "label2id", "problem_type", "finetuning_task")
 ADAPTERS = ("none", "ftg", "ftg+", "lora", "head")
 
@@ -95,10 +101,10 @@ def adapt(
     if adapter_args.adapter == "head":
         return train_head(model, adapter_args.modules_to_save or [])
     if adapter_args.adapter == "lora":
-        config = lora_config(model, adapter_args, task_type)
+        config: LoraConfig | FTGConfig = lora_config(model, adapter_args, task_type)
     else:
         config = ftg_config(adapter_args, task_type)
-    folder = Path(model.name_or_path)
+    folder = Path(model.name_or_path or "")
     if not _is_stored(model):
         folder = Path(output_dir, BASE_FOLDER)
         model.save_pretrained(folder)
@@ -114,7 +120,7 @@ def _is_stored(model: PreTrainedModel) -> bool:
     It does not where the model has been converted, its embeddings resized, a part newly drawn, or a
     field of its configuration set.
     """
-    config, name = model.config, model.name_or_path
+    config, name = model.config, model.name_or_path or ""
     try:
         fields = type(config).get_config_dict(name)[0]
     except OSError:
@@ -160,7 +166,9 @@ def train_head(model: PreTrainedModel, further: list[str]) -> PreTrainedModel:
 
 
 def ftg_config(adapter_args: AdapterArguments, task_type: TaskType) -> FTGConfig:
-    chosen = {} if adapter_args.adapter_gates is None else {"gates": adapter_args.adapter_gates}
+    chosen: dict[str, Any] = (
+        {} if adapter_args.adapter_gates is None else {"gates": adapter_args.adapter_gates}
+    )
     return FTGConfig(
         plus=adapter_args.adapter == "ftg+",
         modules_to_save=adapter_args.modules_to_save,
@@ -192,7 +200,7 @@ def lora_config(
     )
 
 
-def linear_layers(model: PreTrainedModel, trained: list[str]) -> dict[str, nn.Module]:
+def linear_layers(model: PreTrainedModel, trained: list[str]) -> dict[str, nn.Linear | Conv1D]:
     """The linear layers of the model, by name, without its head, gates and what is trained whole."""
     is_backbone = model.base_model is model  # as a T5 with a language model's head is
     prefix = "" if is_backbone else f"{model.base_model_prefix}."

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import field
-from typing import Any
+from typing import Any, cast
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import DataClassType
 
 _SAMPLED = {f"max_{use}_samples" for use in ("train", "eval", "predict")}
 
@@ -19,7 +21,7 @@ def optional(help_text: str) -> Any:
 def parse_arguments(args: list[str] | None, *classes: type) -> tuple[Any, ...]:
     """The command line, or the one JSON file that it names, as instances of the dataclasses."""
     args = sys.argv[1:] if args is None else args
-    parser = HfArgumentParser(classes)
+    parser = HfArgumentParser(cast(Iterable[DataClassType], classes))
     if len(args) == 1 and args[0].endswith(".json"):
         parsed = parser.parse_json_file(args[0])
     else:

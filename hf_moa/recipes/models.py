@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import datasets
 from transformers import (
@@ -19,6 +20,9 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from .command_line import optional
 from .gating import GatingArguments, check_budgets, convert
+
+if TYPE_CHECKING:
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +143,7 @@ def load_tokenizer(
 
 
 def load_model(
-    auto_class: type,
+    auto_class: type[_BaseAutoModelClass],
     model_args: ModelArguments,
     gating_args: GatingArguments,
     tokenizer: PreTrainedTokenizerBase,
@@ -161,7 +165,11 @@ def load_model(
         logger.info(f"A new {type(model).__name__} with {count:,} parameters.")
         check_budgets(model, gating_args)
         return model
-    config = {} if model_args.config_name is None else {"config": _named_config(model_args)}
+    config = (
+        {}
+        if model_args.config_name is None
+        else {"config": _named_config(model_args.config_name, model_args)}
+    )
     model = auto_class.from_pretrained(
         model_args.model_name_or_path, **config, **model_args.hub_kwargs()
     )
@@ -170,8 +178,8 @@ def load_model(
     return convert(model, gating_args)
 
 
-def _named_config(model_args: ModelArguments) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(model_args.config_name, **model_args.hub_kwargs())
+def _named_config(name: str, model_args: ModelArguments) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(name, **model_args.hub_kwargs())
 
 
 def _new_config(
@@ -179,11 +187,12 @@ def _new_config(
 ) -> PreTrainedConfig:
     """A config from scratch: what is given, under the names that its class has for the fields."""
     if model_args.config_name is None:
-        default, known = AutoConfig.for_model(model_args.model_type), {}
+        # one of the two is given
+        default, known = AutoConfig.for_model(cast(str, model_args.model_type)), dict[str, Any]()
     else:
-        default = _named_config(model_args)
+        default = _named_config(model_args.config_name, model_args)
         known = default.to_dict()
-    fields = {}
+    fields: dict[str, Any] = {}
     for origin, given in (
         ("`config_overrides`", _parse_overrides(model_args.config_overrides)),
         ("the gating flags", gating_args.all_config_fields()),

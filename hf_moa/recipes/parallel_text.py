@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from operator import add
+from typing import cast
 
 import numpy as np
 from datasets import Dataset
@@ -123,7 +124,7 @@ def load_pairs(
         hub: how a data set of the Hub is fetched.
     """
     if data_args.dataset_name is not None:
-        return _pairs_of_dataset(data_args, split, hub or HubArguments())
+        return _pairs_of_dataset(data_args.dataset_name, data_args, split, hub or HubArguments())
     path = getattr(data_args, f"{split}_file")
     if path is not None:
         rows = read_rows(path, f"{split}_file")
@@ -148,9 +149,9 @@ def load_pairs(
 
 
 def _pairs_of_dataset(
-    data_args: ParallelTextArguments, split: str, hub: HubArguments
+    name: str, data_args: ParallelTextArguments, split: str, hub: HubArguments
 ) -> dict[str, list[str]]:
-    pairs = hub.load_dataset(data_args.dataset_name, data_args.dataset_config_name, split=split)
+    pairs = hub.load_dataset(name, data_args.dataset_config_name, split=split)
     if "translation" not in pairs.column_names:
         raise ValueError(
             f"`dataset_name` must have a column 'translation' (got {', '.join(pairs.column_names)})."
@@ -160,7 +161,7 @@ def _pairs_of_dataset(
 
 def _pairs_of_rows(rows: Iterable[dict], data_args: ParallelTextArguments) -> dict[str, list[str]]:
     """Of rows with a text by language."""
-    pairs = {"source": [], "target": []}
+    pairs: dict[str, list[str]] = {"source": [], "target": []}
     for i, row in enumerate(rows):
         found = row if isinstance(row, dict) else {}
         for side, texts in pairs.items():
@@ -230,10 +231,11 @@ class BleuMetric:
         for inputs, labels, target in zip(*columns, strict=True):
             self.references[self._key(inputs, labels)].append(target)
 
-    def _key(self, *ids: Sequence[int]) -> tuple[bytes, ...]:
+    def _key(self, inputs: Sequence[int], labels: Sequence[int]) -> tuple[bytes, bytes]:
         padding = (IGNORE_INDEX, self.tokenizer.pad_token_id)
-        arrays = (np.asarray(each, dtype=np.int64) for each in ids)
-        return tuple(each[~np.isin(each, padding)].tobytes() for each in arrays)
+        arrays = (np.asarray(each, dtype=np.int64) for each in (inputs, labels))
+        source, target = (each[~np.isin(each, padding)].tobytes() for each in arrays)
+        return source, target
 
     def decode(self, predictions) -> list[str]:
         """`[N, T]` generated ids, padded with -100 too, as plain text."""
@@ -243,9 +245,10 @@ class BleuMetric:
 
     def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
         translations = self.decode(prediction.predictions)
-        pairs = zip(prediction.inputs, prediction.label_ids, strict=True)
+        inputs = cast(np.ndarray, prediction.inputs)  # for which `include_for_metrics` asks
+        pairs = zip(inputs, prediction.label_ids, strict=True)
         turns = {key: cycle(targets) for key, targets in self.references.items()}
-        references = [next(turns[self._key(*pair)]) for pair in pairs]
+        references = [next(turns[self._key(source, labels)]) for source, labels in pairs]
         return {"bleu": self.bleu.corpus_score(translations, [references]).score}
 
     @property

@@ -7,7 +7,7 @@ import json
 import re
 import string
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from datasets import Dataset, List, Value
@@ -225,7 +225,7 @@ class AnswerMetric:
         self.n_best_size, self.max_answer_length = n_best_size, max_answer_length
 
     def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
-        starts, ends = prediction.predictions[:2]
+        starts, ends = cast("tuple[np.ndarray, np.ndarray]", prediction.predictions[:2])
         return squad_scores(self.answers(starts, ends), self.features.questions["answers"])
 
     def answers(self, starts: np.ndarray, ends: np.ndarray) -> list[str]:

@@ -139,7 +139,8 @@ def encode(
     )
     chunks = encoded.with_format("arrow")[:]["ids"].chunks
     parts = [chunk.flatten() for chunk in chunks], [chunk.value_lengths() for chunk in chunks]
-    return tuple(np.concatenate(each, dtype=np.int64) for each in parts)
+    ids, lengths = (np.concatenate(each, dtype=np.int64) for each in parts)
+    return ids, lengths
 
 
 def load_lines(model_args: ModelArguments, data_args: TextFileArguments, split: str) -> list[str]:

@@ -6,8 +6,9 @@ import io
 import json
 import logging
 import sys
+from collections.abc import Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import transformers
@@ -43,19 +44,23 @@ def find_checkpoint(training_args: TrainingArguments) -> str | None:
     """The checkpoint to resume from: the one asked for, or the last one in `output_dir`."""
     if training_args.resume_from_checkpoint is not None:
         return training_args.resume_from_checkpoint
-    if not (training_args.do_train and Path(training_args.output_dir).is_dir()):
+    if not (training_args.do_train and Path(_folder_of(training_args)).is_dir()):
         return None
-    checkpoint = get_last_checkpoint(training_args.output_dir)
+    checkpoint = get_last_checkpoint(_folder_of(training_args))
     if checkpoint is not None:
         logger.info(f"Resuming from {checkpoint}; to train from the start, give another --output_dir.")
     return checkpoint
+
+
+def _folder_of(training_args: TrainingArguments) -> str:
+    return cast(str, training_args.output_dir)  # its `__post_init__` leaves no None
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:
     result = trainer.train(resume_from_checkpoint=checkpoint)
     metrics = {
         **result.metrics,
-        "train_samples": len(trainer.train_dataset),
+        "train_samples": len(cast(Sized, trainer.train_dataset)),
         "trainable_parameters": trainer.get_num_trainable_parameters(),
     }
     trainer.save_model()
@@ -76,9 +81,10 @@ def evaluate_at_budgets(trainer: Trainer, eval_sets: dict) -> None:
         first = first or rows
         if trainer.is_world_process_zero():
             print(f"\n{name}, {len(dataset)} examples\n\n{format_budget_table(rows)}\n")
-            path = Path(trainer.args.output_dir, f"budget_results_{name}.json")
+            path = Path(_folder_of(trainer.args), f"budget_results_{name}.json")
             path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    trainer.budget_rows = first  # the set whose size the model's card has
+    # of the set whose size the model's card has; a plain `Trainer` carries it too
+    trainer.budget_rows = first  # type: ignore[attr-defined]
 
 
 def data_for_card(name: str | None, config: str | None = None) -> dict[str, Any]:

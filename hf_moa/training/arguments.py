@@ -19,7 +19,7 @@ class GateTrainingArguments:
         metadata={
             "help": "MAE: bcd (block coordinate descent: experts are trained one per sequence, gates by "
             "SGD in every n-th epoch), joint (gates and experts together, on the mixture) or expert "
-            "(experts alone). Default: bcd for gates that can learn, expert for uniform ones, joint for "
+            "(only experts). Default: bcd for gates that can learn, expert for uniform ones, joint for "
             "frozen ones and under a PEFT adapter.",
             "choices": MAE_TRAININGS,
         },
@@ -93,14 +93,14 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
 
             - `"bcd"`: block coordinate descent (Peng et al. 2020, section 3.2). Every update is an F
               step (one expert per sequence, drawn from its gates); in the epochs 0, n, 2n, ... a G
-              step (the gates alone, plain SGD) precedes it on the same accumulated batch.
+              step (only the gates, by plain SGD) precedes it on the same accumulated batch.
             - `"joint"`: gates and experts together, on the mixture (the paper's NOBCD).
-            - `"expert"`: F steps alone, which is how uniform gates (UNI-MAE) are trained.
+            - `"expert"`: only F steps, which is how uniform gates (UNI-MAE) are trained.
 
             Default: `"bcd"` where gates can learn, `"expert"` where they are uniform; `"joint"` for a
             model with a PEFT adapter, or with frozen gates.
         gate_every_n_epochs (`int`, defaults to 5): n of BCD.
-        gate_epoch_steps (`int`, *optional*): updates that count as an epoch of BCD, in the place of the
+        gate_epoch_steps (`int`, *optional*): updates that count as an epoch of BCD, instead of the
             data's own epochs: for streams without an end, where every update would be of epoch 0.
         gate_learning_rate (`float`, defaults to 1.0): of BCD's SGD; constant, without momentum, weight
             decay or clipping.

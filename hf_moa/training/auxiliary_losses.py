@@ -1,23 +1,23 @@
 """Auxiliary losses of an accumulated batch: each micro-batch's counts by its share of the tokens.
 
-Of the losses' gradients, 8 rows at once, 2 x 4 and 4 x 2 then give the same for
+Of the losses' gradients, 8 sequences at once, 2 x 4 and 4 x 2 then give the same for
 
 - the routers' z-loss, a mean over tokens: exactly;
-- CCT's budget loss: exactly where micro-batches hold rows of the same lengths and one budget, and all of
-  them cost more than it (or all less). Else nearly: attention costs the square of a length, so that a
-  share of the tokens is not quite one of the cost;
+- CCT's budget loss: exactly where micro-batches hold sequences of the same lengths and one budget, and
+  all of them cost more than it (or all less). Else nearly: attention costs the square of a length, so
+  that a share of the tokens is not quite one of the cost;
 - the balance, importance and load losses: nearly. They are products of means over the batch, and a
   micro-batch's is an estimate of the whole one's.
 
-How nearly, in a tiny T5 of the tests (`test_other_losses_of_micro_batches_are_estimates`), rows of 4 to
-11 tokens, 2 x 4 against 8: the gradient of the whole loss differs by less than 0.2 % with the balance
-loss at its default coefficient, and by less than 3 % with the budget loss.
+How nearly, in a tiny T5 of the tests (`test_other_losses_of_micro_batches_are_estimates`), sequences of
+4 to 11 tokens, 2 x 4 against 8: the gradient of the whole loss differs by less than 0.2 % with the
+balance loss at its default coefficient, and by less than 3 % with the budget loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -81,8 +81,8 @@ def weigh_auxiliary_loss(outputs: Any, share: Tensor) -> None:
         outputs["loss"] = outputs["task_loss"] + weighted_auxiliary_loss(outputs, share)
 
 
-def _count(batch: Mapping[str, Any], ids: str, embeddings: str, mask: str) -> Tensor | None:
-    tokens, mask = batch.get(ids), batch.get(mask)
+def _count(batch: Mapping[str, Any], ids: str, embeddings: str, mask_name: str) -> Tensor | None:
+    tokens, mask = batch.get(ids), batch.get(mask_name)
     if tokens is None and batch.get(embeddings) is not None:
         tokens = batch[embeddings][..., 0]
     if tokens is None:
@@ -92,5 +92,5 @@ def _count(batch: Mapping[str, Any], ids: str, embeddings: str, mask: str) -> Te
     return torch.full((), tokens.numel(), dtype=torch.long, device=tokens.device)
 
 
-def _are_tokens(labels: Tensor | None) -> bool:
+def _are_tokens(labels: Tensor | None) -> TypeGuard[Tensor]:
     return labels is not None and labels.ndim == 2 and not labels.is_floating_point()

@@ -57,7 +57,7 @@ class _ComputeFractionRecorder:
     def _record(self, module, args, output) -> None:
         fraction = getattr(output, "compute_fraction", None)
         if fraction is not None:
-            # a search has several rows for each sequence
+            # a search has several entries for each sequence
             count = len(fraction) * self._num_sequences() // self.batch_size
             self.fractions.append(fraction.detach()[:count])
 
@@ -168,12 +168,12 @@ def evaluate_budgets(
                     "budget": budget,
                     "compute_fraction": recorder.mean(),
                     "seconds": seconds,
-                    **{k: v for k, v in metrics.items() if not k.endswith(_SPEED_SUFFIXES)},
+                    **{k: v for k, v in (metrics or {}).items() if not k.endswith(_SPEED_SUFFIXES)},
                 }
             )
     finally:
         model.set_budget(None)
-    trainer.budget_rows = rows
+    trainer.budget_rows = rows  # type: ignore[attr-defined]  # a plain `Trainer` carries it too
     return rows
 
 
@@ -181,7 +181,7 @@ def _warm_up(trainer: Trainer, batch: list) -> None:
     # Without the metrics: some are undefined on a few examples.
     compute_metrics, trainer.compute_metrics = trainer.compute_metrics, None
     try:
-        trainer.predict(batch)
+        trainer.predict(batch)  # type: ignore[arg-type]  # a list does for a dataset
     finally:
         trainer.compute_metrics = compute_metrics
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hf_moa.gated_models import is_instance_by_name
 from hf_moa.model_card import write_trainer_card
 from hf_moa.modeling.config.gating import GatingConfig
 
+from .trainer_base import TrainerBase
 
-class WritesModelCards:
+
+class WritesModelCards(TrainerBase):
     """Mixin for `Trainer`; its `_gated_model()` is the bare model."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -35,7 +39,7 @@ class WritesModelCards:
         Raises:
             ValueError: `license` is none of the Hub's identifiers.
         """
-        facts = {
+        facts: dict[str, Any] = {
             "language": language,
             "license": license,
             "tags": tags,

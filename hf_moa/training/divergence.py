@@ -12,8 +12,8 @@ from hf_moa.modeling.core.sharding import DTensor
 from hf_moa.modeling.core.task_losses import IGNORE_INDEX
 
 NO_LABELS = (
-    "There is no label to learn from: all are -100, and the loss is a mean over none. Leave such rows "
-    "out of the data, or put them in batches with others."
+    "There is no label to learn from: all are -100, and the loss is a mean over none. Leave such "
+    "sequences out of the data, or put them in batches with others."
 )
 
 
@@ -36,8 +36,8 @@ def what_is_not_finite(
     """
     norm = torch.as_tensor(0.0 if norm is None or scales else norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    finite = [norm.detach().isfinite().all(), losses_are_finite]
-    finite = torch.stack([each.to(losses_are_finite.device) for each in finite])
+    flags = [norm.detach().isfinite().all(), losses_are_finite]
+    finite = torch.stack([each.to(losses_are_finite.device) for each in flags])
     bad_norm, bad_loss = sum_over_processes((~finite).float()).tolist()
     found = []
     if bad_loss:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from .gate_descent import gate_parameters, other_parameters
@@ -18,7 +20,7 @@ def choose_mae_training(model: nn.Module, asked: str | None, *, adapted: bool = 
     Returns:
         One of the three; None for a model without MAE attention.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "attention_type", None) != "mae":
         return None
     if asked is not None:
@@ -47,7 +49,7 @@ def check_mae_training(
         adapted: as for `choose_mae_training`.
         engine: name of one that runs the training and cannot update gates and experts in turn.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     attention_type = getattr(config, "attention_type", None)
     if asked is not None and attention_type != "mae":
         raise ValueError(
@@ -63,7 +65,7 @@ def check_mae_training(
     if chosen in ("bcd", "expert") and gate_parameters(model) and not other_parameters(model):
         raise ValueError(
             f"mae_training={chosen!r} needs more than gates to train, but all else is frozen "
-            "(requires_grad=False). Give mae_training='joint', which trains the gates alone then."
+            "(requires_grad=False). Give mae_training='joint', which then trains only the gates."
         )
     if chosen != "bcd":
         return

@@ -18,7 +18,7 @@ before the F step on the same accumulated batch:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from hf_moa.gated_models import is_instance_by_name
 from hf_moa.modeling.core.process_sum import has_several_processes
 from hf_moa.modeling.core.sharding import DTensor
 from hf_moa.modeling.mae.mixture import MaeGate
+
+if TYPE_CHECKING:
+    from hf_moa.gated_models import GatedPreTrainedModel
 
 MAE_TRAININGS = ("bcd", "expert", "joint")
 
@@ -62,10 +65,9 @@ def prepare_gates(
     Returns:
         The descent of "bcd" and "expert".
     """
-    if hasattr(model, "set_global_statistics"):
-        model.set_global_statistics(
-            gate_norm=args.sync_gate_norm, router_balance=args.router_global_balance
-        )
+    set_global_statistics = getattr(model, "set_global_statistics", None)
+    if set_global_statistics is not None:
+        set_global_statistics(gate_norm=args.sync_gate_norm, router_balance=args.router_global_balance)
     if mae_training not in ("bcd", "expert"):
         return None
     return BlockCoordinateDescent(
@@ -108,15 +110,15 @@ class BlockCoordinateDescent:
         self, model: nn.Module, *, learning_rate: float = 1.0, gate_every_n_epochs: int | None = 5
     ):
         check_gate_learning_rate(learning_rate)
-        self.model = model
+        self.model = cast("GatedPreTrainedModel", model)
         self.gate_every_n_epochs = gate_every_n_epochs
-        self.optimizer = None
+        self.optimizer: torch.optim.SGD | None = None
         self._before: list[torch.Tensor] | None = None  # the gates, before their last step
         if gate_every_n_epochs is not None:
             check_gate_every_n_epochs(gate_every_n_epochs)
-            model.set_mae_phase("gate")  # which knows what it needs
+            self.model.set_mae_phase("gate")  # which knows what it needs
             self.optimizer = torch.optim.SGD(gate_parameters(model), lr=learning_rate)
-        model.set_mae_phase("expert")
+        self.model.set_mae_phase("expert")
 
     def has_gate_steps(self, epoch: int) -> bool:
         """Whether the batches of this epoch (from 0) take a G step before their F step."""
@@ -141,14 +143,15 @@ class BlockCoordinateDescent:
             RuntimeError: a gate got no gradient.
         """
         self._before = None
-        self.optimizer.zero_grad()
+        optimizer = cast(torch.optim.SGD, self.optimizer)  # it has one where epochs have G steps
+        optimizer.zero_grad()
         self.model.set_mae_phase("gate")
         try:
             for batch in batches:
                 backward(batch)
         finally:
             self.model.set_mae_phase("expert")
-        parameters = self.optimizer.param_groups[0]["params"]
+        parameters = optimizer.param_groups[0]["params"]
         missing = sum(p.grad is None for p in parameters)
         if missing:
             raise RuntimeError(
@@ -158,16 +161,16 @@ class BlockCoordinateDescent:
         _average_over_processes(parameters)
         before = [p.detach().clone() for p in parameters]
         if scaler is not None:
-            scaler.step(self.optimizer)
+            scaler.step(optimizer)
             scaler.update()
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             if not bool(norm.isfinite()):
-                self.optimizer.zero_grad()  # or they stay: no other optimiser has the gates
+                optimizer.zero_grad()  # or they stay: no other optimiser has the gates
                 raise NonFiniteGradientError(f"The norm of the gates' gradients is {float(norm)}.")
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+            optimizer.step()
+        optimizer.zero_grad()
         self._before = before
 
     def forget_gate_step(self) -> None:
@@ -177,7 +180,7 @@ class BlockCoordinateDescent:
     @torch.no_grad()
     def take_gate_step_back(self) -> None:
         """Put the gates back to where they were before the G step of this update, if it had one."""
-        if self._before is None:
+        if self._before is None or self.optimizer is None:
             return
         parameters = self.optimizer.param_groups[0]["params"]
         for parameter, before in zip(parameters, self._before, strict=True):
@@ -204,7 +207,8 @@ def check_gate_every_n_epochs(value: Any) -> None:
 @torch.no_grad()
 def _average_over_processes(parameters: list[nn.Parameter]) -> None:
     """Average the gradients over the processes, of parameters that each process has whole."""
-    gradients = [p.grad for p in parameters if not isinstance(p.grad, DTensor)]
+    found = [p.grad for p in parameters]
+    gradients = [grad for grad in found if grad is not None and not isinstance(grad, DTensor)]
     if not gradients or not has_several_processes():
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hf_moa.extras import from_extra
 
@@ -46,11 +47,12 @@ class GlueTask:
 
     @property
     def num_labels(self) -> int:
-        return 1 if self.is_regression else len(self.label_names)
+        return 1 if self.label_names is None else len(self.label_names)
 
     @property
     def features(self) -> Features:
-        label = Value("float32") if self.is_regression else ClassLabel(names=list(self.label_names))
+        names = self.label_names
+        label = Value("float32") if names is None else ClassLabel(names=list(names))
         texts = {name: Value("string") for name in self.text_columns}
         return Features({**texts, "label": label, "idx": Value("int32")})
 
@@ -199,7 +201,7 @@ def _read_split(path: Path, task: GlueTask, split: str, skip_malformed: bool) ->
     text_places = {name: header.index(column) for name, column in task.text_columns.items()}
     label_place = header.index(task.label_column) if has_labels else None
 
-    columns = {name: [] for name in task.features}
+    columns: dict[str, list[Any]] = {name: [] for name in task.features}
     num_malformed = 0
     for idx, (number, row) in enumerate(lines):
         try:

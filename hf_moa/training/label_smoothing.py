@@ -22,7 +22,7 @@ def smoothed_loss(
     """`(1 - epsilon) * cross-entropy + epsilon * mean over classes of -log p`, and the auxiliary terms.
 
     Args:
-        outputs: of the model, with `logits` `[..., classes]`, or `[n, classes]` of the n labels alone
+        outputs: of the model, with `logits` `[..., classes]`, or `[n, classes]` of only the n labels
             (`sparse_prediction`); and where its `loss` includes auxiliary terms, with `task_loss`, which
             is without.
         labels: `[...]` int64; -100 is ignored.
@@ -43,7 +43,7 @@ def smoothed_loss(
     targets = targets.to(logits.device)
     valid = targets != IGNORE_INDEX
     count = valid.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).sum()
-    if logits.ndim == targets.ndim:  # of the labelled positions alone
+    if logits.ndim == targets.ndim:  # of only the labelled positions
         targets, valid = targets[valid], valid[valid]
     chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     smoothed = logits.logsumexp(dim=-1) - (1 - epsilon) * chosen - epsilon * logits.mean(dim=-1)

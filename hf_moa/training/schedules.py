@@ -1,8 +1,13 @@
 """Schedules that follow the trainer's step count."""
 
+from typing import TYPE_CHECKING, cast
+
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from hf_moa.gated_models import GatedPreTrainedModel
 
 
 def _check_num_steps(num_steps) -> None:
@@ -33,15 +38,16 @@ def cct_noise_scale(step: int, num_steps: int, noise_max: float) -> float:
 
 def set_cct_noise(model: nn.Module, step: int, num_steps: int) -> None:
     """Give a CCT model the noise of a step; see `cct_noise_scale`."""
-    model.set_cct_noise_scale(cct_noise_scale(step, num_steps, model.config.cct_noise_max))
+    gated = cast("GatedPreTrainedModel", model)
+    gated.set_cct_noise_scale(cct_noise_scale(step, num_steps, gated.config.cct_noise_max))
 
 
 class CCTNoiseCallback(TrainerCallback):
     """Anneals the gate noise of a CCT model while a `Trainer` trains it.
 
     Before every optimiser step the scale is set to
-    `cct_noise_scale(state.global_step, num_steps, model.config.cct_noise_max)`. It depends on the
-    step count alone, so a resumed run continues as if it had not stopped.
+    `cct_noise_scale(state.global_step, num_steps, model.config.cct_noise_max)`. It depends only on
+    the step count, so a resumed run continues as if it had not stopped.
 
     Args:
         num_steps (`int`, *optional*): optimiser steps over which the noise grows; default: all

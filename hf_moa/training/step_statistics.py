@@ -68,10 +68,10 @@ class StepStatistics:
         self.latest = {name: x.detach().mean() for name, x in named.items() if x is not None}
 
     def _add_compute(self, fraction: Tensor, budget: Tensor, budgets: list) -> None:
-        rows = budget.view(len(fraction), -1)
+        called = budget.view(len(fraction), -1)  # the budget of each sequence
         for known in budgets:
             values = known if isinstance(known, tuple) else (known,)
-            drawn = (rows - made_on(rows.device, values, rows.dtype)).abs().amax(dim=-1) < 1e-6
+            drawn = (called - made_on(called.device, values, called.dtype)).abs().amax(dim=-1) < 1e-6
             count = in_float64(drawn.sum())
             name = "compute_fraction_" + "_".join(f"{value:g}" for value in values)
             self.add(name, (fraction * drawn).sum(), count)
@@ -97,9 +97,9 @@ class StepStatistics:
             [[float(self._sums[n]), float(self._weights[n])] for n in names], dtype=torch.float64
         )
         self._sums, self._weights = {}, {}
-        sums = sum_over_processes(sums).tolist()
+        totals = sum_over_processes(sums).tolist()
         return {
-            name: total / weight for name, (total, weight) in zip(names, sums, strict=True) if weight
+            name: total / weight for name, (total, weight) in zip(names, totals, strict=True) if weight
         }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,9 @@ from .schedules import CCTNoiseCallback, set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
 from .whole_checkpoints import SavesWholeCheckpoints
 
+if TYPE_CHECKING:
+    from .trainer_base import RunArguments
+
 logger = logging.get_logger(__name__)
 
 
@@ -93,9 +96,10 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         self._tokens: Tensor | None = None  # of the accumulated batch, for the auxiliary losses
         self._token_share: Tensor | None = None  # of the micro-batch
         self._loss_is_finite: Tensor | bool = True
-        super().__init__(model, args, *rest, **kwargs)
+        arguments = cast("RunArguments", args)
+        super().__init__(model, arguments, *rest, **kwargs)
         # Both are for `compute_loss` here: `Trainer` would leave the auxiliary losses out.
-        self._smoothing = args.label_smoothing_factor if self.label_smoother is not None else 0.0
+        self._smoothing = arguments.label_smoothing_factor if self.label_smoother is not None else 0.0
         self.label_smoother = None
         if self.compute_loss_func is not None:
             self.compute_loss_func = self._with_auxiliary_loss(self.compute_loss_func)
@@ -195,8 +199,9 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         """As in `Trainer`; without the gates, where their training is another."""
         self._check_training()  # here, a `model_init` has run
         optimizer = super().create_optimizer(model)
-        if self.mae_training in ("bcd", "expert"):
-            keep_gates_out(optimizer, self.model if model is None else model)
+        whole = self.model if model is None else model
+        if whole is not None and self.mae_training in ("bcd", "expert"):
+            keep_gates_out(optimizer, whole)
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -204,9 +209,9 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         names = super().get_decay_parameter_names(model)
         return [name for name in names if "_norms." not in name]
 
-    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
-        self._epoch = epoch
-        super()._run_epoch(*args, epoch=epoch, **kwargs)
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self._epoch = kwargs["epoch"]
+        super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The micro-batches of the next update, which a G step sees first."""
@@ -224,9 +229,10 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         if not batches or is_whole or shares or not has_auxiliary_losses(config):
             return None
         counts = [self._tokens_of(batch) for batch in batches]
-        if any(count is None for count in counts):
+        known = [count.to(self.args.device) for count in counts if count is not None]
+        if len(known) < len(counts):
             return None
-        total = sum(count.to(self.args.device) for count in counts)
+        total = torch.stack(known).sum(dim=0)
         if self.accelerator.num_processes > 1:
             total = self.accelerator.reduce(total, reduction="sum")
         return total
@@ -265,7 +271,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         is_whole = len(batches) == self.args.gradient_accumulation_steps
         is_update = is_whole or has_length(self.train_dataset)
         if self._descent is not None and self._descent.has_gate_steps(epoch) and is_update:
-            self._gate_step(model, batches, num_items)
+            self._gate_step(self._descent, model, batches, num_items)
         elif self._descent is not None:
             self._descent.forget_gate_step()
 
@@ -278,7 +284,9 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
                 "epoch 0 and takes a G step: give gate_epoch_steps, the updates of an epoch."
             )
 
-    def _gate_step(self, model: nn.Module, batches: list, num_items: Any) -> None:
+    def _gate_step(
+        self, descent: BlockCoordinateDescent, model: nn.Module, batches: list, num_items: Any
+    ) -> None:
         # inside DDP's wrapper, which would wait for gradients of all parameters
         if self._is_ddp(model):
             model = self.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -287,7 +295,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         if isinstance(model, FSDPModule):  # the first micro-batch of several does not reduce
             model.set_requires_gradient_sync(True)
         try:
-            self._descent.gate_step(
+            descent.gate_step(
                 lambda batch: self._checked(step(model, dict(batch), num_items)),
                 batches,
                 scaler=scaler,
@@ -317,7 +325,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """As in `Trainer`; but labels are smoothed in training alone, shifted where the model shifts
+        """As in `Trainer`; but labels are smoothed only in training, shifted where the model shifts
         them, and the auxiliary losses stay in.
 
         Raises:
@@ -334,7 +342,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
             outputs = model(**inputs)
             self._token_share = None
             if model.training and self._tokens is not None and isinstance(outputs, dict):
-                self._token_share = self._share_of(inputs, num_items_in_batch)
+                self._token_share = self._share_of(inputs, self._tokens, num_items_in_batch)
                 weigh_auxiliary_loss(outputs, self._token_share)
             if epsilon:
                 if not isinstance(outputs, dict) or inputs.get("labels") is None:
@@ -355,16 +363,23 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
                 self._statistics.note_losses(outputs)
             return outputs
 
-        return super().compute_loss(forward, inputs, return_outputs, num_items_in_batch)
+        # which only calls it
+        return super().compute_loss(
+            forward,  # type: ignore[arg-type]
+            inputs,
+            return_outputs,
+            num_items_in_batch,
+        )
 
     def _is_causal_model(self) -> bool:
         """Whether `Trainer` shifts the labels of the model: also GPT-2's, whose loss does not say so."""
         return type(self._gated_model()).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
-    def _share_of(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+    def _share_of(self, inputs: dict[str, Any], tokens: Tensor, num_items_in_batch: Any) -> Tensor:
         """A micro-batch's share of the accumulated batch's tokens, times what its loss will be divided
         by."""
-        share = self._tokens_of(inputs).to(self._tokens.device) / self._tokens.clamp(min=1)
+        own = cast(Tensor, self._tokens_of(inputs))  # or the batch's would not have been counted
+        share = own.to(tokens.device) / tokens.clamp(min=1)
         if not self._losses_add_up(num_items_in_batch):
             share = share * self.current_gradient_accumulation_steps
         takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -460,7 +475,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
             "Try a lower learning_rate or more warmup_steps"
             + ("; a lower gate_learning_rate" if self._descent is not None else "")
             + ("; a larger router_z_loss_coef" if "router_z_loss" in parts else "")
-            + ("; bf16 in place of fp16." if self.args.fp16 else ".")
+            + ("; bf16 instead of fp16." if self.args.fp16 else ".")
         )
 
 

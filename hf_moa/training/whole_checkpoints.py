@@ -13,9 +13,10 @@ from hf_moa.gated_models import is_instance_by_name
 from hf_moa.modeling.core.gated_model import GatedModel
 
 from .checkpoints import written_whole
+from .trainer_base import TrainerBase
 
 
-class SavesWholeCheckpoints:
+class SavesWholeCheckpoints(TrainerBase):
     """Mixin for `Trainer`; its `_gated_model()` is the bare model."""
 
     _staged: Path | None = None  # where the checkpoint is being written, before it has its name

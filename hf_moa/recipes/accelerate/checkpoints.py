@@ -7,6 +7,7 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import DistributedType
@@ -75,7 +76,7 @@ def progress_of(folder: Path, run: Progress) -> Progress:
         ValueError: it takes its data in another order.
     """
     found = Progress(**json.loads((folder / "progress.json").read_text()))
-    found.rows_per_update = tuple(found.rows_per_update)
+    found.rows_per_update = cast(tuple[int, int, int], tuple(found.rows_per_update))
     if found.rows_per_update != run.rows_per_update:
         raise ValueError(
             "`per_device_train_batch_size`, `gradient_accumulation_steps` and the number of "
@@ -116,7 +117,7 @@ def check_averaging(
     wanted, every = args.average_checkpoints, args.checkpointing_steps
     if not wanted:
         return
-    made = updates // (updates_per_epoch if every == "epoch" else int(every))
+    made = updates // (updates_per_epoch if every == "epoch" else int(cast(str, every)))
     if made < wanted:
         raise ValueError(
             f"`average_checkpoints` must be at most {made}, the checkpoints that "

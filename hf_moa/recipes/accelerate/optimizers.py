@@ -40,7 +40,8 @@ def make_optimizer(
 
 def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> list[dict]:
     out = set() if gates else {id(p) for p in gate_parameters(model)}
-    decayed, others = [], []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in out:
             # experts' biases are of two dimensions

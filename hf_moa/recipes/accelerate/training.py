@@ -13,17 +13,17 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from hf_moa.modeling.core.gated_model import GatedModel
 from hf_moa.modeling.core.precision import on_device
@@ -93,7 +93,7 @@ class GatedTraining:
         self,
         accelerator: Accelerator,
         args: AccelerateArguments,
-        model: nn.Module,
+        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         train_dataset: Dataset,
         collate: Callable[[list], dict],
@@ -104,6 +104,7 @@ class GatedTraining:
     ):
         self.accelerator, self.args, self.tokenizer = accelerator, args, tokenizer
         self.train_dataset, self.evaluate = train_dataset, evaluate
+        self.num_sequences = len(cast(Sized, train_dataset))
         self.about, self.output_dir = about, Path(args.output_dir)
         self.training_log = TrainingLog(self.output_dir)
         self.budget_rows: list[dict[str, Any]] = []
@@ -178,7 +179,7 @@ class GatedTraining:
         self._resume()
         args, progress = self.args, self.progress
         logger.info(
-            f"{len(self.train_dataset):,} sequences, {self.num_epochs} epochs, {self.max_steps:,} "
+            f"{self.num_sequences:,} sequences, {self.num_epochs} epochs, {self.max_steps:,} "
             f"updates of {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} x "
             f"{self.accelerator.num_processes} sequences."
         )
@@ -303,7 +304,7 @@ class GatedTraining:
     def _backward(self, model: nn.Module, batch: dict, count: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Loss and gradients of one micro-batch, as a part of the update's mean over `count` labels."""
         accelerator = self.accelerator
-        extra = {"num_items_in_batch": count}
+        extra: dict[str, Any] = {"num_items_in_batch": count}
         if self.mae_training is not None:
             extra["output_expert_weights"] = True
         outputs = model(**batch, **extra)
@@ -335,11 +336,12 @@ class GatedTraining:
         """Of the update, over all processes: what the auxiliary losses are weighted by."""
         if not has_auxiliary_losses(self.gated.config):
             return None
-        counts = sum(self._tokens_of(batch) for batch in batches)
+        counts = torch.stack([self._tokens_of(batch) for batch in batches]).sum(dim=0)
         return self.accelerator.reduce(counts.to(self.accelerator.device), reduction="sum").clamp(min=1)
 
     def _tokens_of(self, batch: dict) -> torch.Tensor:
-        return count_tokens(batch, is_encoder_decoder=self.gated.config.is_encoder_decoder)
+        count = count_tokens(batch, is_encoder_decoder=self.gated.config.is_encoder_decoder)
+        return cast(torch.Tensor, count)  # every batch has its ids
 
     # --- logs and evaluation ----------------------------------------------------------------------
 
@@ -391,20 +393,21 @@ class GatedTraining:
         began = time.perf_counter()
         self.model.eval()
         with kept_random_states():  # a run resumed after this draws the same as this one
-            metrics = self._metrics_at_budgets()
+            metrics = self._metrics_at_budgets(self.evaluate)
         self.seconds_elsewhere += time.perf_counter() - began
         logger.info(f"step {self.progress.step}: {metrics}")
         self.accelerator.log(metrics, step=self.progress.step)
         return metrics
 
-    def _metrics_at_budgets(self) -> dict[str, float]:
+    def _metrics_at_budgets(self, evaluate: Callable[[nn.Module], dict[str, float]]) -> dict[str, float]:
         budgets = getattr(self.gated.config, "listed_budgets", [])  # a plain model has none
         if not budgets:
-            return self.evaluate(self.model)
-        metrics, self.budget_rows = {}, []
+            return evaluate(self.model)
+        metrics: dict[str, float] = {}
+        self.budget_rows = []
         for budget in budgets:
             self.gated.set_budget(budget)
-            found = self.evaluate(self.model)
+            found = evaluate(self.model)
             self.budget_rows.append({"budget": budget, **found})
             metrics |= {at_budget(name, budget): value for name, value in found.items()}
         self.gated.set_budget(None)
@@ -473,7 +476,7 @@ class GatedTraining:
                 about=self.about,
                 config=self.gated.config,
                 progress=self.progress,
-                num_sequences=len(self.train_dataset),
+                num_sequences=self.num_sequences,
                 metrics=metrics,
                 budget_rows=self.budget_rows,
                 mixed_precision=self.accelerator.mixed_precision,
