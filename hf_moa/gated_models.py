@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     class GatedPreTrainedConfig(GatingConfig, PreTrainedConfig):
         """What every gated configuration is: `GatingConfig` is a mixin."""
 
-    class GatedPreTrainedModel(GatedModel, PreTrainedModel):  # type: ignore[misc]  # as its subclasses
+    class GatedPreTrainedModel(GatedModel, PreTrainedModel):
         """What every gated model is: `GatedModel` is a mixin."""
 
         config: GatedPreTrainedConfig

@@ -148,7 +148,8 @@ class _StageProgress(ProgressCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
-        self.training_bar.set_description(self.name)
+        if self.training_bar is not None:
+            self.training_bar.set_description(self.name)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.training_bar is not None and "loss" in logs:

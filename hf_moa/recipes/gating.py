@@ -64,7 +64,8 @@ class GatingArguments:
 
     def __post_init__(self):
         if self.cct_budgets is not None:
-            self.cct_budgets = [_budget(each) for each in self.cct_budgets]
+            budgets: Any = [_budget(each) for each in self.cct_budgets]  # no longer text
+            self.cct_budgets = budgets
         if self.attention_type == "none" and self.config_fields():
             raise ValueError(
                 f"{', '.join(f'`{name}`' for name in self.config_fields())} gate a model "

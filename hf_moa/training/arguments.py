@@ -59,7 +59,7 @@ class GateTrainingArguments:
     )
 
     def __post_init__(self):
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[misc]  # of the training arguments, behind this class
         self.check_gate_training()
 
     def gate_epoch(self, epoch: int, step: int) -> int:

@@ -74,14 +74,14 @@ class _ComputeFractionRecorder:
         self._handle = self.model.register_forward_hook(self._record)
         self.prediction_step = self.trainer.prediction_step
         self._own = vars(self.trainer).get("prediction_step")
-        self.trainer.prediction_step = self._step
+        self.trainer.prediction_step = self._step  # type: ignore[method-assign]  # until the exit
         return self
 
     def __exit__(self, *exc_info):
         self._handle.remove()
         del self.trainer.prediction_step  # a bound method would keep the trainer and its model alive
         if self._own is not None:
-            self.trainer.prediction_step = self._own
+            self.trainer.prediction_step = self._own  # type: ignore[method-assign]  # back
 
     def mean(self) -> float:
         """The mean over sequences (not over batches, whose sizes differ), of all processes."""

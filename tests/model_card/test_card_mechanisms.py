@@ -61,6 +61,7 @@ def test_fields_of_other_mechanisms_do_not_stand():
     assert list(fields_in_use(MoaBertConfig(attention_type="moa"))) == [
         "attention_type",
         "num_attention_experts",
+        "moa_execution",
         "router_type",
         "router_balance_loss_coef",
         "router_z_loss_coef",

@@ -71,7 +71,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         return self.embeddings.word_embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embeddings.word_embeddings = value
+        self.embeddings.word_embeddings = value  # type: ignore[assignment]  # of any kind
 
     @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
@@ -210,7 +210,7 @@ class MoaBertForMaskedLM(MoaBertPreTrainedModel):
     def get_output_embeddings(self) -> nn.Module:
         return self.cls.predictions.decoder
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.cls.predictions.decoder = new_embeddings
         self.cls.predictions.bias = new_embeddings.bias
 

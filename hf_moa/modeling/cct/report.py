@@ -86,7 +86,7 @@ def _line_panels(
                 label=name_of(name),
                 markersize=4,
                 markevery=every,
-                **style,  # type: ignore[arg-type]  # names and values of options
+                **style,
             )
         axis.set_title(f"budget {name_of(panel)}" if panels == "budget" else panel)
         axis.yaxis.set_major_formatter(percent())

@@ -124,9 +124,9 @@ class FTGConfig(PeftConfig):
         for name in ("modules_to_save", "target_modules", "exclude_modules"):
             self._check_list_of(str, name, "a name, or a list of names")
         if isinstance(self.target_modules, (list, tuple)):
-            self.target_modules = set(self.target_modules)
+            self.target_modules = set(self.target_modules)  # type: ignore[assignment]  # as LoRA does
         if isinstance(self.exclude_modules, (list, tuple)):
-            self.exclude_modules = set(self.exclude_modules)
+            self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]  # the same
 
     def _check_list_of(self, kind: type, name: str, rule: str) -> None:
         """Check that a field is None, one of `kind` or several."""
