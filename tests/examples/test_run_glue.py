@@ -181,7 +181,7 @@ def test_command_keeps_what_the_card_of_a_run_knows(run_glue, arguments):
     path = Path(arguments["output_dir"], "README.md")
     written = path.read_text(encoding="utf-8")
     assert "| evaluation | GLUE MRPC | nyu-mll/glue | mrpc | 7 |" in written
-    assert ", 4 rows a batch." in written  # the machine of the budgets
+    assert ", 4 examples a batch." in written  # the machine of the budgets
     assert cli.main(["card", str(path.parent), "--overwrite"]) == 0
     assert path.read_text(encoding="utf-8") == written
 

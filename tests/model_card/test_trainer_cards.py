@@ -29,7 +29,7 @@ def test_saving_writes_the_card(tmp_path, offline):
     assert card.data.license is None
     assert text["Compute budgets"].strip().endswith(budget_table(rows))
     assert made.budget_rows == rows
-    assert re.search(r"rows a batch\. Compute", text["Compute budgets"])
+    assert re.search(r"examples a batch\. Compute", text["Compute budgets"])
     hyperparameters = dict(
         re.findall(r"^\| `(\w+)` \| (.*) \|$", text["Training hyperparameters"], flags=re.MULTILINE)
     )
