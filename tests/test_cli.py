@@ -106,6 +106,7 @@ def test_fields_of_the_command_line_are_those_of_the_configuration():
         names = tuple("None" if kind is type(None) else kind.__name__ for kind in kinds)
         assert (field.name, field.kinds, field.default) == (own.name, names, own.default)
         assert field.meaning or own.name.startswith("output_"), own.name
+        assert (field.choices is not None) == ("str" in names), own.name
         if field.choices is not None:
             with pytest.raises(ValueError, match=", ".join(map(repr, field.choices))):
                 MoaBertConfig(**{own.name: "nonsense"})

@@ -14,6 +14,7 @@ from hf_moa.field_meanings import field_meaning
 # the constants of a mechanism's module that say what a field may be
 _CHOICES = {
     "mae_gate_type": "MAE_GATE_TYPES",
+    "moa_execution": "MOA_EXECUTIONS",
     "router_type": "ROUTER_TYPES",
     "cct_execution": "CCT_EXECUTIONS",
 }
@@ -63,6 +64,7 @@ def gating_fields() -> list[GatingField]:
             choices=tuple(values[_id(node.target)]) if _id(node.target) in values else None,
         )
         for base in reversed(classes["GatingConfig"].bases)  # a dataclass's own order
+        if _id(base) in classes  # not what is there for type checkers
         for fields in [classes[_id(base)]]
         for node in fields.body
         if isinstance(node, ast.AnnAssign)

@@ -95,7 +95,9 @@ def trainer_card(
     loaded = state.best_global_step if args.load_best_model_at_end else None
     metrics = final_metrics(state.log_history, step=state.global_step, loaded_step=loaded)
     processes = f", {args.world_size} processes" if args.world_size > 1 else ""
-    machine = f"{device_name(args.device)}{processes}, {args.per_device_eval_batch_size} examples a batch"
+    machine = (
+        f"{device_name(args.device)}{processes}, {args.per_device_eval_batch_size} examples a batch"
+    )
     collator = getattr(trainer.data_collator, "tokenizer", None)
     training = TrainingFacts(
         data=tuple(used),

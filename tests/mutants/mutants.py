@@ -370,7 +370,7 @@ CACHES = (
         "cache-cross-attention",
         "keys of cross-attention are cached, and not marked as cached",
         "modeling/cache/place.py",
-        {"is_updated[self.layer_idx] = True": "is_updated[self.layer_idx] = False"},
+        {"self._filled[self.layer_idx] = True": "self._filled[self.layer_idx] = False"},
         ("modeling/test_decoding.py",),
         "cross_attention_is_cached and gpt2",
     ),
