@@ -1,7 +1,7 @@
 """What PEFT knows of gated models: FTG, and the default target modules of its own methods.
 
 PEFT is slow to import, and `import hf_moa` does not wait for it: PEFT is told at once where it is
-imported already, and otherwise at the end of its import, whoever imports it.
+imported already, and otherwise at the end of its import, by whatever code.
 """
 
 from __future__ import annotations

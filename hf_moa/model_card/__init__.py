@@ -5,7 +5,7 @@ print(checkpoint_card("./my-checkpoint", license="apache-2.0"))  # a huggingface
 
 `MoaTrainer` writes one when it saves or pushes, `hf_moa.adapters.push_to_hub` when it pushes an adapter,
 `hf-moa card` for a checkpoint or an adapter. The text is in card.md.jinja. Nothing here touches the
-network, but for the configuration of an adapter's base that is not on this machine.
+network, except for the configuration of an adapter's base that is not on this machine.
 """
 
 from hf_moa.adapter_files import Adapter

@@ -40,7 +40,7 @@ def eval_results(
     Args:
         metrics: as `named_metrics` returns them.
         task: such as "text-classification". None: that of the card.
-        data: what they were measured on, but for the split of those with a prefix of a test's. The Hub
+        data: what they were measured on, except the split of those with a prefix of a test's. The Hub
             refuses results on no data set, which therefore stand only in the card's table.
     """
     data = data or DataUsed(use="evaluation")

@@ -115,7 +115,7 @@ def adapt(
 
 
 def _is_stored(model: PreTrainedModel) -> bool:
-    """Whether `name_or_path` gives the model, but for a head, which an adapter has a copy of.
+    """Whether `name_or_path` gives the model, except for a head, which an adapter has a copy of.
 
     It does not where the model has been converted, its embeddings resized, a part newly drawn, or a
     field of its configuration set.

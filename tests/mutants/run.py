@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
                 _write(options.output, found)
                 print(f"[{number}/{len(left)}] {_line(result)}", flush=True)
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # whoever interrupts waits for no others
+            pool.shutdown(wait=False, cancel_futures=True)  # an interruption waits for no others
     results = [found[mutant.name] for mutant in chosen]
     print(_table(results))
     alive = [result["name"] for result in results if not result["killed_by"]]

@@ -198,7 +198,7 @@ def test_every_update_takes_its_gate_step_first(tmp_path):
     seen = [each for _, each in seen]
     for before, after in zip(seen[::2], seen[1::2], strict=True):  # F steps see the updated gates
         assert differ(before, after)
-    for after, following in zip(seen[1::2], seen[2::2], strict=False):  # and leave them alone
+    for after, following in zip(seen[1::2], seen[2::2], strict=False):  # and do not change them
         assert_same(following, after)
 
 

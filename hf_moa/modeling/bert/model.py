@@ -102,7 +102,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 training, and the largest in eval.
 
         Returns:
-            transformers' output with the fields of `hf_moa.modeling.outputs.GatingOutput`.
+            transformers' output with the fields of `hf_moa.modeling.core.outputs.GatingOutput`.
 
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than

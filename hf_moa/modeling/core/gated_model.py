@@ -155,7 +155,7 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise as the backbone does; then what gates and experts need otherwise.
 
-        Only `transformers.initialization` functions are used: they leave loaded weights alone.
+        Only `transformers.initialization` functions are used: they do not change loaded weights.
         """
         super()._init_weights(module)
         initialize = getattr(module, "initialize", None)

@@ -1,7 +1,7 @@
 """How the weights of gates and experts start.
 
 A module that starts otherwise than its backbone's has `initialize(scales)`. It uses only functions of
-`transformers.initialization`, which leave loaded weights alone.
+`transformers.initialization`, which do not change loaded weights.
 """
 
 from __future__ import annotations

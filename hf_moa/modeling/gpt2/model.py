@@ -129,7 +129,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
                 says.
 
         Returns:
-            transformers' output with the fields of `hf_moa.modeling.outputs.GatingOutput`.
+            transformers' output with the fields of `hf_moa.modeling.core.outputs.GatingOutput`.
 
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than

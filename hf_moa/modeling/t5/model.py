@@ -70,7 +70,7 @@ class MoaT5Model(MoaT5EncoderDecoder):
                 Default: what `decoder_attention_mask` says.
 
         Returns:
-            transformers' output with the fields of `hf_moa.modeling.outputs.GatingSeq2SeqOutput`.
+            transformers' output with the fields of `hf_moa.modeling.core.outputs.GatingSeq2SeqOutput`.
 
         Raises:
             ValueError: not exactly one of ids and embeddings, for each half; a budget that the model
@@ -208,7 +208,7 @@ class MoaT5EncoderModel(MoaT5PreTrainedModel):
                 the largest in eval.
 
         Returns:
-            transformers' output with the fields of `hf_moa.modeling.outputs.GatingOutput`.
+            transformers' output with the fields of `hf_moa.modeling.core.outputs.GatingOutput`.
 
         Raises:
             ValueError: not exactly one of ids and embeddings; a budget that the model does not know; a
