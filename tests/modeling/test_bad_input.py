@@ -109,6 +109,16 @@ def test_exactly_one_of_ids_and_embeddings():
         model(torch.ones(1, 3, dtype=torch.long), inputs_embeds=torch.zeros(1, 3, 32))
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"), [("BertModel", {"is_decoder": True}), ("GPT2Model", {})], ids=["bert", "gpt2"]
+)
+def test_encoder_states_without_cross_attention(name, fields):
+    model = CASE[name].build(**fields)
+    states = torch.randn(1, 3, model.config.hidden_size)
+    with pytest.raises(ValueError, match="set add_cross_attention=True in the config"):
+        model(torch.tensor([[5, 6]]), encoder_hidden_states=states)
+
+
 @each_variant
 def test_all_padding_row_touches_no_other(fields):
     model = model_of(**fields)

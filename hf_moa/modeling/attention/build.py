@@ -61,3 +61,16 @@ def output_dropout(config: Any, rate: float) -> float:
     the gates have it in front."""
     gating = GATINGS.of(config)
     return rate if gating is None else gating.output_dropout(config, rate)
+
+
+def check_cross_attention(layer: nn.Module) -> None:
+    """Check that a backbone's layer, which is given `encoder_hidden_states`, has `crossattention`.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not hasattr(layer, "crossattention"):
+        raise ValueError(
+            "encoder_hidden_states need cross-attention layers: set add_cross_attention=True in the "
+            "config."
+        )

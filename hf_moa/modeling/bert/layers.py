@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertIntermediate
 from transformers.pytorch_utils import apply_chunking_to_forward
 
-from ..attention.build import mixture_and_gates, output_dropout
+from ..attention.build import check_cross_attention, mixture_and_gates, output_dropout
 from ..attention.flow import Attended, AttentionFlow
 from ..cache.naming import takes_cache_by_any_name
 from ..core.activations import build_activation
@@ -172,11 +172,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
             **kwargs,
         )
         if self.is_decoder and encoder_hidden_states is not None:
-            if not hasattr(self, "crossattention"):
-                raise ValueError(
-                    "encoder_hidden_states need cross-attention layers: set add_cross_attention=True "
-                    "in the config."
-                )
+            check_cross_attention(self)
             hidden_states, cross_record = self.crossattention(
                 hidden_states,
                 encoder_attention_mask,

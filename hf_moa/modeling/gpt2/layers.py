@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.pytorch_utils import Conv1D
 
-from ..attention.build import mixture_and_gates, output_dropout
+from ..attention.build import check_cross_attention, mixture_and_gates, output_dropout
 from ..attention.flow import AttentionFlow
 from ..attention.functions import upcast_attention_forward
 from ..cache.naming import takes_cache_by_any_name
@@ -184,11 +184,7 @@ class MoaGPT2Block(GradientCheckpointingLayer):
         )
         hidden_states = hidden_states + y
         if encoder_hidden_states is not None:
-            if not hasattr(self, "crossattention"):
-                raise ValueError(
-                    "encoder_hidden_states need cross-attention layers: set add_cross_attention=True "
-                    "in the config."
-                )
+            check_cross_attention(self)
             y, _, cross_record = self.crossattention(
                 self.ln_cross_attn(hidden_states),
                 encoder_attention_mask,
