@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .gated_models import is_instance_by_name
 from .modeling.attention.flow import AttentionFlow
-from .modeling.cct.budgets import BudgetControl
+from .modeling.core.budgets import BudgetHolder
 from .modeling.core.macs import Macs
 
 if TYPE_CHECKING:
@@ -103,13 +103,9 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
         stack: control
         for stack in model.modules()
         for control in stack.children()
-        if is_instance_by_name(control, BudgetControl)
+        if is_instance_by_name(control, BudgetHolder)
     }
-    shares = {
-        module: control.share(budget)
-        for stack, control in controls.items()
-        for module in stack.modules()
-    }
+    holders = {module: control for stack, control in controls.items() for module in stack.modules()}
     gating = {
         inner
         for module in model.modules()
@@ -122,11 +118,20 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
         macs = _macs(module, *args, **kwargs)
         if macs is None:
             return
-        active = macs.active - (macs.skippable * (1 - shares[module]) if macs.skippable else 0)
+        active = macs.active - skipped(macs, module)
         numbers = (macs.total, active, macs.active if module in gating else 0)
         sums[places[module]] = [
             sum_ + 2 * number for sum_, number in zip(sums[places[module]], numbers, strict=True)
         ]
+
+    def skipped(macs: Macs, module: nn.Module) -> float:
+        holder: Any = holders.get(module)
+        layer, part = places[module]
+        if holder is None or part == "head":
+            return 0
+        skippable = macs.active if holder.skips_whole_parts else macs.skippable
+        number, part = int(layer.rsplit(".", 1)[-1]), "gate" if module in gating else part
+        return skippable * (1 - holder.share_of(budget, layer=number, part=part)) if skippable else 0
 
     hooks = [module.register_forward_hook(count, with_kwargs=True) for module in model.modules()]
     try:
@@ -186,6 +191,9 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
         "_experts_implementation_internal": "batched_mm",
     }
     chosen = [(config, {name: getattr(config, name) for name in runs_there}) for config in configs]
+    # nothing is left out but what is subtracted
+    lists = [vars(m)["budgets"] for m in model.modules() if hasattr(vars(m).get("budgets"), "chosen")]
+    chosen_budgets = [each.chosen for each in lists]
     # hooks that gather or move parameters have none to move
     wrapped = [(m, m.__dict__.pop("forward")) for m in model.modules() if "forward" in m.__dict__]
     held = [
@@ -197,12 +205,16 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
     ]
     try:
         model.eval()
+        for each in lists:
+            each.chosen = None
         for config in configs:
             vars(config).update(runs_there)
         for tensors, name, tensor in held:
             tensors[name] = tensor.detach().to("meta")
         yield
     finally:
+        for each, budget in zip(lists, chosen_budgets, strict=True):
+            each.chosen = budget
         for tensors, name, tensor in held:
             tensors[name] = tensor
         for module, forward in wrapped:

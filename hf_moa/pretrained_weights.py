@@ -59,10 +59,12 @@ class Layout:
     Attributes:
         attention, feed_forward: patterns of the name of a weight that each such layer has; the first
             group is the layer's name.
+        size_fields: the configuration's numbers of heads, of feed-forward neurons, and of layers.
     """
 
     attention: ClassVar[str]
     feed_forward: ClassVar[str]
+    size_fields: ClassVar[tuple[str, str, tuple[str, ...]]]
 
     def __init__(self, source: Any):
         self.source = source
@@ -78,6 +80,10 @@ class Layout:
     def read_feed_forward(self, state: dict[str, Tensor], layer: str) -> FeedForwardWeights:
         """Take a feed-forward layer's weights out of a state dict."""
         raise NotImplementedError
+
+    def num_matrices(self, name: str) -> int:
+        """How many matrices of heads a weight holds side by side."""
+        return 1
 
     def name_of_feed_forward(self, layer: str) -> str:
         """The name of the module that stands for that layer in a gated model."""

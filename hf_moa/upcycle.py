@@ -99,7 +99,7 @@ def upcycle(
         if not key.startswith(unused)
     }
     state = convert(state, family.layout(source.config), config)
-    return _build(target_class, config, state, source)
+    return build(target_class, config, state, source)
 
 
 def _load(
@@ -205,12 +205,17 @@ def _target_config(
     return config
 
 
-def _build(
+def build(
     target_class: type[PreTrainedModel],
-    config: GatedPreTrainedConfig,
+    config: PreTrainedConfig,
     state: dict[str, Tensor],
     source: PreTrainedModel,
 ) -> PreTrainedModel:
+    """A model of a class, a configuration and a state dict; what else it has is `source`'s.
+
+    Raises:
+        ValueError: the weights do not fit, gates aside.
+    """
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # the new gates are no news here
     logging.disable_progress_bar()

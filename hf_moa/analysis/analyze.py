@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from hf_moa.eval_mode import in_eval_mode
 from hf_moa.gated_models import gated_model_of, is_instance_by_name
-from hf_moa.modeling.cct.budgets import BudgetControl
+from hf_moa.modeling.core.budgets import BudgetHolder
 from hf_moa.modeling.core.mechanism import MECHANISMS, mechanisms_of
 
 from .budget_names import budget_name
@@ -85,7 +85,7 @@ def analyze(
         raise ValueError(f"budgets need a model with CCT (got {list(budgets)}); leave them out.")
     elif not budgets:
         raise ValueError(f"budgets must name at least one of {config.listed_budgets} (got none).")
-    for control in (module for module in gated.modules() if is_instance_by_name(module, BudgetControl)):
+    for control in (module for module in gated.modules() if is_instance_by_name(module, BudgetHolder)):
         for budget in budgets:
             control.share(budget)  # refuses one that it does not know, before the first call
     vocabulary = Vocabulary(tokenizer, kind_of)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moa.modeling.cct.budgets import made_on
+from hf_moa.modeling.core.budgets import made_on
 from hf_moa.modeling.core.precision import in_float64
 
 

@@ -17,9 +17,10 @@ from hf_moa import MoaBertForMultipleChoice, MoaBertForSequenceClassification, M
 from hf_moa.modeling.attention.flow import AttentionFlow
 from hf_moa.modeling.bert.layers import MoaBertAttention, MoaBertLayer
 from hf_moa.modeling.cct.attention import AttentionGates
-from hf_moa.modeling.cct.budgets import BudgetControl, made_on
+from hf_moa.modeling.cct.budgets import BudgetControl
 from hf_moa.modeling.cct.control import ControlNetwork
 from hf_moa.modeling.cct.costs import AttentionCost, AttentionUse, budget_loss
+from hf_moa.modeling.core.budgets import made_on
 from hf_moa.modeling.feed_forward.layers import build_feed_forward
 from hf_moa.modeling.gpt2.layers import MoaGPT2Attention
 from hf_moa.modeling.t5.layers import MoaT5LayerCrossAttention, MoaT5LayerSelfAttention

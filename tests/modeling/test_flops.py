@@ -214,7 +214,7 @@ def test_shows_millions_per_token_and_gives_plain_data():
         ("BertModel", {"sequence_length": 0}, "sequence_length must be an integer of at least 1"),
         ("BertModel", {"sequence_length": 9, "decoder_length": 3}, "decoder_length needs an encoder-"),
         ("T5Model", {"sequence_length": 9, "decoder_length": 1.5}, "decoder_length must be"),
-        ("BertModel", {"sequence_length": 9, "budget": 0.5}, "budget needs a model with CCT"),
+        ("BertModel", {"sequence_length": 9, "budget": 0.5}, "budget needs a model with budgets"),
     ],
 )
 def test_refuses(name, arguments, message):

@@ -72,7 +72,7 @@ class Attended(NamedTuple):
         attentions: `[B, heads, T, S]` where the implementation gives them, else None.
         mix: the mixture's decision for these tokens.
         record: what the layer reports.
-        subset: the tokens that were computed, where others were skipped.
+        subset: what was computed, where not all was: the tokens, or the heads.
     """
 
     context: Tensor
@@ -175,6 +175,12 @@ class AttentionFlow(nn.Module):
         query = self.project_query(hidden_states, mix)
         return query, *((None, None) if source is None else self.project_key_value(source))
 
+    @property
+    def head_projections(self) -> tuple[tuple[nn.Module, int], ...]:
+        """Of queries, keys and values: the linear layer, and the first of its outputs that is one of
+        theirs."""
+        raise NotImplementedError
+
     def output(self, linear: nn.Module, attended: Attended) -> Tensor:
         """What the layer adds to the stream, `[B, T, d]`: `linear` is its output projection."""
         if attended.subset is not None:
@@ -264,7 +270,7 @@ class AttentionFlow(nn.Module):
         if key is None or value is None:
             held = call.place.held  # type: ignore[union-attr]  # what is not projected is in a cache
             return query, *held(call.hidden_states.device)
-        shape = (self.num_kv_heads, self.head_dim)
+        shape = (-1, self.head_dim)
         key, value = (torch.unflatten(x, -1, shape).transpose(1, 2) for x in (key, value))
         if self.rotate is not None and call.position_embeddings is not None:
             query, key = self.rotate(query.transpose(1, 2), key, *call.position_embeddings)
@@ -280,7 +286,7 @@ class AttentionFlow(nn.Module):
         `[B, T, heads, dh]`, and the probabilities where the implementation gives them."""
         attention_mask, position_bias, kwargs = call.attention_mask, call.position_bias, {**call.kwargs}
         batch, length, heads = query.shape[:3]
-        groups = heads // self.num_kv_heads
+        groups = heads // key.shape[1]
         layer: Any = self if groups == 1 else GroupedQueries(self, groups)
         if self.window is not None:
             kwargs["sliding_window"] = self.window

@@ -102,6 +102,10 @@ class GatedAttention(AttentionFlow):
     def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
         return self.k_proj(source), self.v_proj(source)
 
+    @property
+    def head_projections(self) -> tuple[tuple[nn.Module, int], ...]:
+        return (self.q_proj, 0), (self.k_proj, 0), (self.v_proj, 0)
+
     @takes_cache_by_any_name
     def forward(
         self,

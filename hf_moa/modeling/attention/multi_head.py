@@ -23,6 +23,7 @@ class MultiHead(nn.Module):
       scores, `output` the layer's output of their contexts;
     - where tokens are skipped: `take` is the decision for some of the tokens, `no_mix` for one without a
       context;
+    - where heads are: `take_heads` is the decision for the first ones;
     - in generation: `prepare_cache`, and `remembers`, whether `route` needs something of earlier tokens.
 
     Args:
@@ -83,6 +84,10 @@ class MultiHead(nn.Module):
 
     def take(self, mix: Any, subset: Any) -> Any:
         """The decision for a `TokenSubset`, as if it were a batch `[1, n, d]`."""
+        return mix
+
+    def take_heads(self, mix: Any, number: int) -> Any:
+        """The decision for the first `number` heads."""
         return mix
 
     def no_mix(self, mix: Any) -> Any:

@@ -19,8 +19,7 @@ class MoaBertConfig(GatingConfig, BertConfig):
 
     Args:
         head_dim (`int` or `None`, defaults to `None`):
-            Size of one attention head. `None` means hidden_size / num_attention_heads. Free only for
-            `attention_type="moa"`.
+            Size of one attention head. `None` means hidden_size / num_attention_heads.
         pre_norm (`bool`, defaults to `False`):
             Normalise the input of each sub-layer instead of its output, and the encoder's output
             once (the layout of the CCT paper). `False` is BERT's post-LN.

@@ -15,6 +15,7 @@ from ..attention.build import check_cross_attention, mixture_and_gates, output_d
 from ..attention.flow import Attended, AttentionFlow
 from ..cache.naming import takes_cache_by_any_name
 from ..core.activations import build_activation
+from ..core.budgets import layers_at
 from ..core.records import LayerRecord, Record
 from ..feed_forward.layers import build_feed_forward, build_feed_forward_gate, gated_dense
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
@@ -59,6 +60,10 @@ class MoaBertSelfAttention(AttentionFlow):
 
     def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
         return self.key(source), self.value(source)
+
+    @property
+    def head_projections(self) -> tuple[tuple[nn.Module, int], ...]:
+        return (self.query, 0), (self.key, 0), (self.value, 0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Attended:
         """Attention before its output projection, which is in another module; see `attend`."""
@@ -227,7 +232,7 @@ class MoaBertEncoder(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, list[LayerRecord]]:
         records = []
-        for layer in self.layer:
+        for layer in layers_at(self.layer, kwargs.get("budget")):
             hidden_states, record = layer(hidden_states, *args, **kwargs)
             records.append(record)
         if hasattr(self, "LayerNorm"):

@@ -11,6 +11,7 @@ class BertLayout(Layout):
     """`layer.N.attention.self.query` and so on."""
 
     attention = r"(.*encoder\.layer\.\d+\.(?:attention|crossattention))\.self\.query\.weight"
+    size_fields = ("num_attention_heads", "intermediate_size", ("num_hidden_layers",))
     feed_forward = r"(.*encoder\.layer\.\d+)\.intermediate\.dense\.weight"
 
     def read_attention(self, state: dict[str, Tensor], layer: str) -> AttentionWeights:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.budgets import made_on
 from ..core.precision import at_least_float32
 from ..core.records import LayerRecord
 from ..core.slots import TOTALS
 from ..core.totals import Call, Totals, total
-from .budgets import made_on
 
 
 class AttentionCost(NamedTuple):

@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from ..attention.multi_head import MultiHead
+from ..core.budgets import PairedBudgets
 from ..core.slots import GATINGS
 from .attention import AttentionGates
-from .budgets import BudgetControl, PairedBudgets
+from .budgets import BudgetControl
 from .feed_forward import FeedForwardGate, GatedFeedForward
 
 Norm = Callable[[int], nn.Module]
@@ -107,7 +108,7 @@ class CctGating:
     @staticmethod
     def pairs(config: Any) -> PairedBudgets:
         """The budgets of an encoder and a decoder together."""
-        return PairedBudgets(config.budget_pairs)
+        return PairedBudgets(config.budget_pairs, field="cct_budgets")
 
 
 def _sublayer_norm(config: Any, norm: Norm) -> Norm:

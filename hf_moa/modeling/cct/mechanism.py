@@ -49,11 +49,6 @@ class CctFields:
     output_cct_gates: bool = False
 
 
-def is_budget(value: Any) -> bool:
-    """Whether `value` is a compute budget: a number in (0, 1]."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < float(value) <= 1
-
-
 def _check_cct(config: Any) -> None:
     check_choice(config, "cct_execution", CCT_EXECUTIONS)
     check_int(config, "cct_num_ffn_splits", minimum=1)

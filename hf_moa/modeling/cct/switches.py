@@ -1,4 +1,4 @@
-"""The switches of CCT models: budget, execution and noise; and how a call's budget is resolved."""
+"""The switches of CCT models: execution, gates and noise."""
 
 from __future__ import annotations
 
@@ -10,25 +10,11 @@ import torch
 from torch import Tensor
 
 from ..core.mixins import ModelMixin
-from ..core.slots import GATINGS
 from .mechanism import CCT_EXECUTIONS
 
 
 class CctSwitches(ModelMixin):
     """Methods of every gated model that rule its CCT gates at run time."""
-
-    def set_budget(self, budget: float | tuple[float, float] | None) -> None:
-        """Use this compute budget wherever a call names none; None goes back to the default.
-
-        Args:
-            budget: one of `config.cct_budgets`; of an encoder-decoder model also a pair, the encoder's
-                and the decoder's.
-
-        Raises:
-            ValueError: a budget is given, and the model has no CCT, or not this one in its list.
-        """
-        for control in self._budget_controls("set_budget", needed=budget is not None):
-            control.choose(budget)
 
     def set_cct_execution(self, execution: str) -> None:
         """Choose how eval carries out CCT's gates from now on: `"sparse"` computes only the tokens with
@@ -41,7 +27,7 @@ class CctSwitches(ModelMixin):
         if execution not in CCT_EXECUTIONS:
             known = ", ".join(map(repr, CCT_EXECUTIONS))
             raise ValueError(f"execution must be one of {known} (got {execution!r}).")
-        self._budget_controls("set_cct_execution")
+        self._needs_cct("set_cct_execution")
         module: Any
         for module in self.modules():
             if isinstance(module, CctSwitches):
@@ -71,7 +57,7 @@ class CctSwitches(ModelMixin):
                     x.dtype
                 )
 
-        self._budget_controls("set_cct_gates")
+        self._needs_cct("set_cct_gates")
         module: Any
         for module in self.modules():
             if getattr(module, "gate_kind", None) == "cct":
@@ -85,37 +71,12 @@ class CctSwitches(ModelMixin):
         """
         if not isinstance(scale, Real) or not 0 <= scale < float("inf"):
             raise ValueError(f"scale must be a finite number of at least 0 (got {scale!r}).")
-        self._budget_controls("set_cct_noise_scale")
+        self._needs_cct("set_cct_noise_scale")
         for module in self.modules():
             if "noise_scale" in module._buffers:
                 module.noise_scale.fill_(scale)
 
-    @property
-    def budget_control(self) -> Any:
-        """The `BudgetControl` of a stack of layers; None without CCT."""
-        return self.cct  # by the name that checkpoints have for it
-
-    def _make_budget_control(self) -> Any:
-        gating = GATINGS.of(self.config)
-        return None if gating is None else gating.stack(self.config)
-
-    def _budget_controls(self, caller: str, *, needed: bool = True) -> list[Any]:
+    def _needs_cct(self, caller: str) -> None:
         # by mark, not by class: the code of a model without CCT is without them
-        controls = [module for module in self.modules() if "control_symbols" in module._modules]
-        if needed and not controls:
+        if not any("control_symbols" in module._modules for module in self.modules()):
             raise ValueError(f"{caller} needs a model with CCT; set cct_budgets in its config.")
-        return controls
-
-    def _resolve_budget(self, tokens: Tensor, budget: Any) -> Any:
-        """The `Budget` of a call of a stack on `tokens` `[B, ...]`; None without CCT."""
-        if self.budget_control is not None:
-            return self.budget_control(tokens.shape[0], tokens.device, budget)
-        self._refuse_budget(budget)
-        return None
-
-    @staticmethod
-    def _refuse_budget(budget: Any) -> None:
-        if budget is not None:
-            raise ValueError(
-                f"budget needs a model with CCT; set cct_budgets in its config (got {budget!r})."
-            )

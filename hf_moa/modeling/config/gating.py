@@ -18,18 +18,19 @@ from typing import Any, ClassVar
 from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import logging
 
-from ..cct.mechanism import CCT, CctFields, is_budget
-from ..core.fields import check_bool, check_choice, check_int, check_number, fail
+from ..cct.mechanism import CCT, CctFields
+from ..core.fields import check_bool, check_choice, check_int, check_number, fail, is_budget
 from ..core.mechanism import MECHANISMS, attention_types, ffn_types, field_names, register
 from ..core.mixins import ConfigMixin
 from ..mae.mechanism import MAE, MaeFields
 from ..moa.mechanism import MOA, MoaFields
 from ..moe.mechanism import MOE, MoeFields
+from ..nested.mechanism import NESTED, NestedFields
 from ..routing.mechanism import ROUTER, RouterFields
 
 logger = logging.get_logger(__name__)
 
-register(MAE, MOA, MOE, ROUTER, CCT)  # in the order in which everything names them
+register(MAE, MOA, MOE, ROUTER, CCT, NESTED)  # in the order in which everything names them
 
 _saves_model = ContextVar("saves_model", default=False)
 _loads = ContextVar("loads", default=False)
@@ -79,9 +80,11 @@ class KindFields:
 
 # the last one's fields come first
 @dataclass(kw_only=True, repr=False)  # it prints as its backbone's does
-class GatingConfig(CctFields, MoeFields, RouterFields, MoaFields, MaeFields, KindFields, ConfigMixin):
+class GatingConfig(
+    NestedFields, CctFields, MoeFields, RouterFields, MoaFields, MaeFields, KindFields, ConfigMixin
+):
     """Fields shared by `MoaBertConfig`, `MoaGPT2Config` and `MoaT5Config`: those of `KindFields`,
-    `MaeFields`, `MoaFields`, `RouterFields`, `MoeFields` and `CctFields`.
+    `MaeFields`, `MoaFields`, `RouterFields`, `MoeFields`, `CctFields` and `NestedFields`.
 
     Raises:
         ValueError: a field breaks its rule; the message names the field, the rule and the value. Or a
@@ -212,22 +215,13 @@ class GatingConfig(CctFields, MoeFields, RouterFields, MoaFields, MaeFields, Kin
                 fail(self, "cct_budgets", f"must hold numbers in (0, 1], but holds {budget!r}")
 
     def validate_head_dim(self) -> None:
-        """Check `head_dim` where it may be None: hidden_size / num_attention_heads, but free for MoA."""
+        """Check `head_dim` where it may be None, for hidden_size / num_attention_heads."""
         check_int(self, "head_dim", minimum=1, optional=True)
-        heads, is_moa = self.num_attention_heads, self.attention_type == "moa"
-        if self.hidden_size % heads != 0 and not (is_moa and self.head_dim is not None):
+        if self.hidden_size % self.num_attention_heads != 0 and self.head_dim is None:
             fail(
                 self,
                 "num_attention_heads",
-                f"must divide hidden_size={self.hidden_size}, or attention_type be 'moa' and head_dim "
-                f"be given (attention_type={self.attention_type!r}, head_dim={self.head_dim!r})",
-            )
-        if not is_moa and self.head_dim not in (None, self.hidden_size // heads):
-            fail(
-                self,
-                "head_dim",
-                f"must be hidden_size / num_attention_heads = {self.hidden_size // heads} (or None) "
-                f"for attention_type={self.attention_type!r}; it is free for 'moa'",
+                f"must divide hidden_size={self.hidden_size}, or head_dim be given",
             )
 
     @property
@@ -270,8 +264,9 @@ class GatingConfig(CctFields, MoeFields, RouterFields, MoaFields, MaeFields, Kin
 
     @property
     def listed_budgets(self) -> list[Any]:
-        """`cct_budgets`, each once, largest first, pairs as tuples; none without CCT."""
-        listed = [tuple(b) if isinstance(b, (list, tuple)) else b for b in self.cct_budgets or []]
+        """`nested_budgets` or `cct_budgets`, each once, largest first, pairs as tuples; none without."""
+        budgets = self.nested_budgets or self.cct_budgets or []
+        listed = [tuple(b) if isinstance(b, (list, tuple)) else b for b in budgets]
         return sorted(
             set(listed), key=lambda b: (sum(b), b) if isinstance(b, tuple) else b, reverse=True
         )

@@ -63,3 +63,8 @@ def check_activation(config: Any, name: str) -> None:
     """Check that the field names one of transformers' activation functions."""
     if getattr(config, name) not in ACT2FN:
         fail(config, name, f"must be one of {', '.join(sorted(ACT2FN))}")
+
+
+def is_budget(value: Any) -> bool:
+    """Whether `value` is a compute budget: a number in (0, 1]."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < float(value) <= 1

@@ -16,6 +16,7 @@ from ..cct.switches import CctSwitches
 from ..config.gating import saving_model
 from ..mae.switches import MaeSwitches
 from ..moa.switches import MoaSwitches
+from .budget_switches import BudgetSwitches
 from .initialization import InitScales
 from .mechanism import mechanisms_of
 from .outputs import batch_term
@@ -23,7 +24,7 @@ from .sharding import FSDPModule
 from .slots import require_code
 
 
-class GatedModel(MaeSwitches, MoaSwitches, CctSwitches):
+class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
     """Mixin for the `PreTrainedModel` subclasses of a gated backbone; put it first.
 
     It validates the configuration, initialises the gates, and holds the switches that rule them at
@@ -82,6 +83,32 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches):
             if not isinstance(length, int) or isinstance(length, bool) or length < 1:
                 raise ValueError(f"{name} must be an integer of at least 1 (got {length!r}).")
         return count_flops(self, *lengths.values(), budget=budget)
+
+    def extract(self, budget: float) -> Any:
+        """The smaller model that a nested budget is, by itself: with its own matrices, and no budgets.
+
+        It is of transformers' own class where that can have its heads: always in T5, in BERT and GPT-2
+        where number and size of the heads give `hidden_size`. Elsewhere it is of the gated class with
+        `attention_type="mha"` and `head_dim`. It compiles, exports and quantises as any such model.
+
+        Args:
+            budget: one of `config.nested_budgets`.
+
+        Returns:
+            A model in eval mode, on this one's device, in its dtype. It shares no memory with it.
+
+        Raises:
+            ValueError: the model has no nested budgets, or not this one, or MAE's gates.
+            ImportError: where the package is not installed.
+
+        Example:
+            >>> model.extract(0.5).save_pretrained("half")
+        """
+        try:
+            from hf_moa.extraction import extract
+        except ImportError as error:
+            raise ImportError("extract() is a part of the package hf_moa: install it.") from error
+        return extract(self, budget)
 
     def _run_to_count(self, tokens: Tensor) -> None:
         """Run on `[1, T]` for `flops`; encoder-decoder models take `[1, S]` and `[1, T]`."""

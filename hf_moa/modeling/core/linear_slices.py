@@ -46,10 +46,30 @@ def linear_slice(module: nn.Module, x: Tensor, first: int, last: int, *, of: int
         size = y.shape[-1] // of
         return y[..., first * size : last * size]
     size = module.weight.shape[1 if isinstance(module, Conv1D) else 0] // of
-    columns = slice(first * size, last * size)
-    bias = None if module.bias is None else module.bias[columns]
-    weight = module.weight[:, columns].t() if isinstance(module, Conv1D) else module.weight[columns]
+    return output_slice(module, x, first * size, last * size)
+
+
+def output_slice(module: nn.Module, x: Tensor, start: int, end: int) -> Tensor:
+    """The outputs of a linear layer from `start` to before `end`: `[..., in]` -> `[..., end - start]`.
+    Of a layer that is not plain, all is computed."""
+    if not is_plain(module):
+        return module(x)[..., start:end]
+    bias = None if module.bias is None else module.bias[start:end]
+    is_conv = isinstance(module, Conv1D)
+    weight = module.weight[:, start:end].t() if is_conv else module.weight[start:end]
     return nn.functional.linear(x, weight, bias)
+
+
+def of_first_inputs(module: nn.Module, x: Tensor, size: int) -> Tensor:
+    """What a linear layer of `size` inputs makes of its first ones, the others being zero: `[..., n]` ->
+    `[..., out]`. In a layer that is not plain, they are."""
+    if x.shape[-1] == size:
+        return module(x)
+    if not is_plain(module):
+        return module(nn.functional.pad(x, (0, size - x.shape[-1])))
+    is_conv, first = isinstance(module, Conv1D), slice(x.shape[-1])
+    weight = module.weight[first].t() if is_conv else module.weight[:, first]
+    return nn.functional.linear(x, weight, module.bias)
 
 
 def input_slice(

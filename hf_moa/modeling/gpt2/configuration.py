@@ -19,8 +19,7 @@ class MoaGPT2Config(GatingConfig, GPT2Config):
 
     Args:
         head_dim (`int` or `None`, defaults to `None`):
-            Size of one attention head. `None` means n_embd / n_head. Free only for
-            `attention_type="moa"`.
+            Size of one attention head. `None` means n_embd / n_head.
 
     Raises:
         ValueError: a field breaks its rule; the message names the field, the rule and the value.

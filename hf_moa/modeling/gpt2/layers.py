@@ -87,6 +87,13 @@ class MoaGPT2Attention(AttentionFlow):
             key, value = self.c_attn(source).chunk(2, dim=-1)
         return key, value
 
+    @property
+    def head_projections(self) -> tuple[tuple[nn.Module, int], ...]:
+        size = self.num_kv_heads * self.head_dim
+        if self.is_fused:
+            return (self.c_attn, 0), (self.c_attn, size), (self.c_attn, 2 * size)
+        return (self.q_attn, 0), (self.c_attn, 0), (self.c_attn, size)
+
     def project(
         self, hidden_states: Tensor, source: Tensor | None, mix: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:

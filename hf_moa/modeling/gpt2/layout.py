@@ -14,6 +14,7 @@ class Gpt2Layout(Layout):
     """`h.N.attn.c_attn` and so on; queries of cross-attention, and of experts, are in `q_attn`."""
 
     attention = r"(.*h\.\d+\.(?:attn|crossattention))\.c_proj\.weight"
+    size_fields = ("n_head", "n_inner", ("n_layer",))
     feed_forward = r"(.*h\.\d+\.mlp)\.c_fc\.weight"
 
     def read_attention(self, state: dict[str, Tensor], layer: str) -> AttentionWeights:
@@ -35,6 +36,11 @@ class Gpt2Layout(Layout):
         # shape: (d, out) -> (out, d); a bias stays as it is
         query, merged = (x.T if x is not None and x.ndim == 2 else x for x in taken)
         return merged.chunk(3) if query is None else (query, *merged.chunk(2))
+
+    def num_matrices(self, name: str) -> int:
+        if ".c_attn." not in name:
+            return 1
+        return 2 if "crossattention" in name else 3
 
     def write_attention(self, state: dict[str, Tensor], layer: str, weights: AttentionWeights) -> None:
         state[f"{layer}.q_attn.weight"] = weights.query

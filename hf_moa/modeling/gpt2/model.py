@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..attention.packed import refuse_packed_texts
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+from ..core.budgets import layers_at
 from ..core.gated_model import GatedModel
 from ..core.generation import GatedGenerationMixin
 from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
@@ -171,7 +172,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
                 encoder_hidden_states=encoder_hidden_states,
             )
         records = []
-        for block in self.h:
+        for block in layers_at(self.h, budgets):
             hidden_states, record = block(
                 hidden_states,
                 causal_mask,

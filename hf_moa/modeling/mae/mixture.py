@@ -189,6 +189,9 @@ class MixtureOfHeads(MultiHead):
     def take(self, mix: Tensor | None, subset: Any) -> Tensor | None:
         return None if mix is None else subset.gather(mix.expand(*subset.chosen.shape, -1))
 
+    def take_heads(self, mix: Tensor | None, number: int) -> Tensor | None:
+        return None if mix is None else mix[..., :number]
+
     def prepare_cache(self, place: CachePlace) -> None:
         if self.remembers:
             gated_layer(_where_tokens_are(place))

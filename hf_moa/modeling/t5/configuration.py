@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 from transformers import T5Config
 from transformers.activations import ACT2FN
 
-from ..cct.mechanism import is_budget
 from ..config.gating import GatingConfig
-from ..core.fields import check_int, fail
+from ..core.fields import check_int, fail, is_budget
 
 
 class MoaT5Config(GatingConfig, T5Config):

@@ -88,6 +88,10 @@ class MoaT5Attention(AttentionFlow):
     def project_key_value(self, source: Tensor) -> tuple[Tensor, Tensor]:
         return self.k(source), self.v(source)
 
+    @property
+    def head_projections(self) -> tuple[tuple[nn.Module, int], ...]:
+        return (self.q, 0), (self.k, 0), (self.v, 0)
+
     @takes_cache_by_any_name
     def forward(
         self,

@@ -11,6 +11,7 @@ class T5Layout(Layout):
     """`block.N.layer.M.SelfAttention.q` and so on."""
 
     attention = r"(.*block\.\d+\.layer\.\d+\.(?:SelfAttention|EncDecAttention))\.q\.weight"
+    size_fields = ("num_heads", "d_ff", ("num_layers", "num_decoder_layers"))
     feed_forward = r"(.*block\.\d+\.layer\.\d+\.DenseReluDense)\.wo\.weight"
 
     def read_attention(self, state: dict[str, Tensor], layer: str) -> AttentionWeights:

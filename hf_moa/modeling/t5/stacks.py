@@ -20,6 +20,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+from ..core.budgets import layers_at
 from ..core.gated_model import GatedModel
 from ..core.initialization import InitScales
 from ..core.outputs import MoaBaseModelOutput, MoaSeq2SeqModelOutput, merge_gating
@@ -184,7 +185,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
             )
         self_mask = self._self_mask(inputs_embeds, attention_mask, cache)
         position_bias, records = None, []
-        for block in self.block:
+        for block in layers_at(self.block, budgets):
             hidden_states, record, position_bias = block(
                 hidden_states,
                 self_mask,

@@ -1,0 +1,60 @@
+"""How a model's compute budget is chosen, and how a call's becomes what its layers have to know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .mixins import ModelMixin
+from .slots import GATINGS
+
+
+class BudgetSwitches(ModelMixin):
+    """Methods of every gated model that rule its compute budget at run time."""
+
+    def set_budget(self, budget: float | tuple[float, float] | None) -> None:
+        """Use this compute budget wherever a call names none; None goes back to the default.
+
+        Args:
+            budget: one of `config.listed_budgets`; of an encoder-decoder model also a pair, the
+                encoder's and the decoder's.
+
+        Raises:
+            ValueError: a budget is given, and the model has none, or not this one in its list.
+        """
+        for control in self._budget_controls("set_budget", needed=budget is not None):
+            control.choose(budget)
+
+    @property
+    def budget_control(self) -> Any:
+        """The `BudgetHolder` of a stack of layers; None without budgets."""
+        return self.cct  # by the name that checkpoints have for it
+
+    def _make_budget_control(self) -> Any:
+        gating = GATINGS.of(self.config)
+        return None if gating is None else gating.stack(self.config)
+
+    def _budget_controls(self, caller: str, *, needed: bool = True) -> list[Any]:
+        # by mark, not by class: the code of a model without budgets is without them
+        controls = [module for module in self.modules() if hasattr(type(module), "holds_budgets")]
+        if needed and not controls:
+            raise ValueError(
+                f"{caller} needs a model with budgets; set nested_budgets or cct_budgets in its config."
+            )
+        return controls
+
+    def _resolve_budget(self, tokens: Tensor, budget: Any) -> Any:
+        """What a call of a stack on `tokens` `[B, ...]` has to know; None without budgets."""
+        if self.budget_control is not None:
+            return self.budget_control(tokens.shape[0], tokens.device, budget)
+        self._refuse_budget(budget)
+        return None
+
+    @staticmethod
+    def _refuse_budget(budget: Any) -> None:
+        if budget is not None:
+            raise ValueError(
+                "budget needs a model with budgets; set nested_budgets or cct_budgets in its config "
+                f"(got {budget!r})."
+            )

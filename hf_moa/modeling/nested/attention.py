@@ -1,0 +1,93 @@
+"""Attention of the first heads: how a nested budget computes an attention layer.
+
+    y = sum_{j <= n} w_j H_j
+
+with the output `H_j` of head j and its weight `w_j`: 1, or with MAE the gate's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.flow import Attended, AttentionCall, AttentionFlow
+from ..cache.place import CachePlace
+from ..core.linear_slices import of_first_inputs, output_slice
+from ..core.records import Record
+from .budgets import NestedBudget, NestedUse
+
+
+class NestedHeads(nn.Module):
+    """What an attention layer computes of its heads. It has no parameters: heads are slices of the
+    layer's projections."""
+
+    def attend(self, layer: AttentionFlow, call: AttentionCall, mix: Any, record: Record) -> Attended:
+        """A layer's attention of the heads that the call's budget has."""
+        budget: NestedBudget = call.budget
+        number = layer.num_heads if budget is None else budget.heads
+        query, key, value = _project(layer, call, mix, number)
+        _check_cache(call)
+        query, key, value = layer.with_cached(call, query, key, value)
+        if call.position_bias is not None:
+            call = call._replace(position_bias=call.position_bias[:, :number])
+        context, attentions = layer.attend_to(call, query, key, value, mix)
+        if budget is not None and budget.head_mask is not None:
+            context = context * budget.head_mask
+        mix = layer.mixture.take_heads(mix, number)
+        macs = 4 * layer.hidden_size * layer.head_dim
+        use = NestedUse(macs, call.hidden_states.shape[1], call.padding_mask)
+        record = record._replace(use=use)
+        return Attended(context, attentions, mix, record, subset=number)
+
+    def output(self, layer: AttentionFlow, linear: nn.Module, attended: Attended) -> Tensor:
+        """See `AttentionFlow.output`: the layer's projection of these heads."""
+        size = layer.num_heads * layer.head_dim
+        if attended.subset != layer.num_heads:
+            linear = partial(of_first_inputs, linear, size=size)  # type: ignore[assignment]  # calls do
+        return layer.mixture.output(linear, attended.context, attended.mix)
+
+    def prepare_cache(self, place: CachePlace) -> None:
+        """Nothing: a cache holds the heads that it is given."""
+
+    def count_skippable(self, queries: int, keys: int, pairs: int) -> int:
+        """Nothing that a gate skips."""
+        return 0
+
+
+def _project(
+    layer: AttentionFlow, call: AttentionCall, mix: Any, number: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Queries `[B, T, n, dh]`, and keys and values `[B, S, n * dh]` where there is a source."""
+    if number == layer.num_heads:
+        return layer.project(call.hidden_states, call.source, mix)
+
+    def of_first(x: Tensor, projection: tuple[nn.Module, int]) -> Tensor:
+        module, start = projection
+        return output_slice(module, x, start, start + number * layer.head_dim)
+
+    of_query, of_key, of_value = layer.head_projections
+    query = torch.unflatten(of_first(call.hidden_states, of_query), -1, (number, layer.head_dim))
+    if call.source is None:
+        return query, None, None
+    return query, of_first(call.source, of_key), of_first(call.source, of_value)
+
+
+def _check_cache(call: AttentionCall) -> None:
+    """Check that a layer's cache has as many tokens as the first layer's.
+
+    Raises:
+        ValueError: it has none: it was filled at a budget with fewer layers.
+    """
+    place = call.place
+    if place is None or place.is_cross or place.layer_idx == 0:
+        return
+    first, own = (place.own.get_seq_length(i) for i in (0, place.layer_idx))
+    length = call.hidden_states.shape[1]
+    if isinstance(own, int) and isinstance(first, int) and own + length != first:
+        raise ValueError(
+            "budget must have no layers that the cache was filled without (layer "
+            f"{place.layer_idx} holds {own} of {first - length} tokens): use a cache at one budget."
+        )

@@ -1,0 +1,45 @@
+"""The first neurons: how a nested budget computes a feed-forward layer, `W2[:, :f] act(W1[:f] x)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.linear_slices import of_first_inputs, output_slice
+from ..core.records import Record
+from .budgets import NestedUse
+
+
+class NestedNeurons(nn.Module):
+    """What a dense feed-forward layer computes of its neurons. It has no parameters.
+
+    Args:
+        intermediate_size: of the layer.
+    """
+
+    def __init__(self, intermediate_size: int):
+        super().__init__()
+        self.intermediate_size = intermediate_size
+
+    def compute(
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None,
+        *,
+        up: Sequence[nn.Module],
+        activation: Callable[..., Tensor],
+        down: nn.Module,
+        budget: Any = None,
+    ) -> tuple[Tensor, Record]:
+        """See `feed_forward.layers.gated_dense`."""
+        size = self.intermediate_size
+        if budget is None or budget.neurons == size:
+            hidden = activation(*(matrix(x) for matrix in up))
+        else:
+            hidden = activation(*(output_slice(matrix, x, 0, budget.neurons) for matrix in up))
+        if budget is not None and budget.neuron_mask is not None:
+            hidden = hidden * budget.neuron_mask
+        use = NestedUse((len(up) + 1) * x.shape[-1], x.shape[1], padding_mask)
+        return of_first_inputs(down, hidden, size), Record(use=use)

@@ -1,0 +1,55 @@
+"""How a configuration's nested budgets reach every part of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..attention.multi_head import MultiHead
+from ..core.slots import GATINGS
+from .attention import NestedHeads
+from .budgets import NestedBudgets, NestedPairs
+from .feed_forward import NestedNeurons
+from .shapes import shapes_of
+
+
+@GATINGS.filled_by("nested")
+class NestedGating:
+    """The budgets of a stack of layers, and what attention and feed-forward layers compute at each."""
+
+    @staticmethod
+    def attention(config: Any, mixture: MultiHead, **layer: Any) -> NestedHeads:
+        """What an attention layer computes.
+
+        Raises:
+            ValueError: a mixture whose heads are no slices of plain projections.
+        """
+        if not mixture.has_plain_projections:
+            raise ValueError(
+                f"{type(config).__name__}.nested_budgets must be None with {type(mixture).__name__}, "
+                f"whose heads are no slices of plain projections (got {config.nested_budgets})."
+            )
+        return NestedHeads()
+
+    @staticmethod
+    def output_dropout(config: Any, rate: float) -> float:
+        """Dropout behind the output projection, for a backbone that has `rate` there: the same."""
+        return rate
+
+    @staticmethod
+    def feed_forward(config: Any, part: Any, **layer: Any) -> None:
+        """The backbone's own dense layer is sliced."""
+
+    @staticmethod
+    def feed_forward_gate(config: Any, *, intermediate_size: int, **layer: Any) -> NestedNeurons:
+        """What that layer computes."""
+        return NestedNeurons(intermediate_size)
+
+    @staticmethod
+    def stack(config: Any) -> NestedBudgets:
+        """The budgets of a stack of layers."""
+        return NestedBudgets(config.nested_budgets, shapes_of(config), half=config.budget_half)
+
+    @staticmethod
+    def pairs(config: Any) -> NestedPairs:
+        """The budgets of an encoder and a decoder together."""
+        return NestedPairs(config.nested_budgets)
