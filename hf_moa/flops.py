@@ -106,6 +106,7 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
         if is_instance_by_name(control, BudgetHolder)
     }
     holders = {module: control for stack, control in controls.items() for module in stack.modules()}
+    shares = {control: control.share(budget) for control in controls.values()}
     gating = {
         inner
         for module in model.modules()
@@ -130,8 +131,10 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
         if holder is None or part == "head":
             return 0
         skippable = macs.active if holder.skips_whole_parts else macs.skippable
+        if not skippable:
+            return 0
         number, part = int(layer.rsplit(".", 1)[-1]), "gate" if module in gating else part
-        return skippable * (1 - holder.share_of(budget, layer=number, part=part)) if skippable else 0
+        return skippable * (1 - holder.share_of(shares[holder], layer=number, part=part))
 
     hooks = [module.register_forward_hook(count, with_kwargs=True) for module in model.modules()]
     try:
@@ -143,7 +146,7 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
         for hook in hooks:
             hook.remove()
     parts = (PartFlops(*place, *numbers) for place, numbers in sums.items())
-    budgets = tuple(control.share(budget) for control in controls.values())
+    budgets = tuple(shares.values())
     return Flops(tuple(parts), sum(lengths), (budgets or (None,))[0] if len(budgets) < 2 else budgets)
 
 

@@ -181,7 +181,7 @@ def _target_config(
             "source computes (got True)."
         )
     names = family.config_class.attribute_map
-    head_dim = getattr(source, "d_kv", None) or source.hidden_size // source.num_attention_heads
+    head_dim = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
     chosen = {"attention_type": attention_type} | config_fields
     if chosen.get("cct_budgets") is not None:
         chosen["cct_sublayer_norm"] = False

@@ -28,6 +28,7 @@ VARIANTS = {
     "cct": {"cct_budgets": [1, 0.5]},
     "cct-plain": {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False},
     "mae-cct": {"attention_type": "mae", "cct_budgets": [1, 0.5]},
+    "mae-nested": {"attention_type": "mae", "nested_budgets": [1, 0.5]},
     "moa-moe-cct": {"attention_type": "moa", "ffn_type": "moe", "cct_budgets": [1, 1, 0.5]},
     "mae-pre-norm": {"attention_type": "mae", "pre_norm": True},
 }

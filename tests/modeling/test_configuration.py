@@ -61,9 +61,7 @@ BAD = [
     ({"mae_gate_window": 0}, "mae_gate_window", "0"),
     ({"attention_type": "moa", "num_attention_experts": 3}, "num_attention_experts", "3"),
     ({"num_attention_experts": "8"}, "num_attention_experts", "8"),
-    ({"head_dim": 16}, "head_dim", "16"),
     ({"head_dim": -8, "attention_type": "moa"}, "head_dim", "-8"),
-    ({"attention_type": "moa", "num_attention_heads": 5}, "head_dim", "None"),
     ({"num_attention_heads": 5}, "num_attention_heads", "5"),
     ({"router_type": "hash"}, "router_type", "hash"),
     ({"router_balance_loss_coef": -1}, "router_balance_loss_coef", "-1"),
@@ -152,7 +150,6 @@ SHARED_BAD = [
 ]
 FAMILY_BAD = [
     (GPT2, {"n_embd": "32"}, "n_embd", "32"),
-    (GPT2, {"head_dim": 16}, "head_dim", "16"),
     (GPT2, {"n_head": 0}, r"\.n_head must .*; n_head is num_attention_heads, too", "0"),
     (GPT2, {"num_attention_heads": 0}, r"\.n_head must .*; n_head is num_attention_heads, too", "0"),
     (GPT2, {"n_inner": 0}, "n_inner", "0"),

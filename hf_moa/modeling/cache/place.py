@@ -70,9 +70,9 @@ class CachePlace(NamedTuple):
             if (heads, size) != (held_heads, held_size):
                 raise ValueError(
                     f"{CACHE_NAME} must hold keys of this model's heads, {heads} of size {size} in "
-                    f"layer {self.layer_idx} (got {held_heads} of size {held_size}). A "
-                    f"PrefixTuningConfig makes them so with num_attention_heads={heads}, "
-                    f"token_dim={heads * size}."
+                    f"layer {self.layer_idx} (got {held_heads} of size {held_size}). With nested "
+                    "budgets, a cache is of one budget. A PrefixTuningConfig makes keys of these heads "
+                    f"with num_attention_heads={heads}, token_dim={heads * size}."
                 )
         key, value = self.own.update(key, value, self.layer_idx)
         self.note_filled()

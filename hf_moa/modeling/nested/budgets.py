@@ -94,9 +94,13 @@ class NestedBudgets(BudgetHolder):
             return self._of_each(self.budgets.match(budget.to(device), batch_size))
         if budget is not None:
             position = self.budgets.position(budget)
-        else:
-            # a number of the host, which shapes are made of
-            position = int(torch.randint(len(self.shapes), ())) if self.training else 0
+        elif not self.training:
+            position = 0
+        elif torch.compiler.is_compiling():  # a graph has one shape: all is computed, and masked
+            drawn = torch.randint(len(self.shapes), (1,), device=device)
+            return self._of_each(drawn.expand(batch_size))
+        else:  # a number of the host, which shapes are made of
+            position = int(torch.randint(len(self.shapes), ()))
         index = torch.full((batch_size,), position, device=device)
         return NestedBudget(index, *self.shapes[position])
 
@@ -112,8 +116,9 @@ class NestedBudgets(BudgetHolder):
         largest = self.shapes[present[0]]
         if any(self.shapes[i].layers != largest.layers for i in present):
             raise ValueError(
-                "budget must be one for all sequences of a call where nested_layers gives them "
-                f"different layers (got {[self.values[i] for i in present]}): call once for each."
+                "budget must be one number for a compiled call, and for all sequences of any, where "
+                f"nested_layers gives them different layers (got {[self.values[i] for i in present]}): "
+                "call once for each."
             )
 
         def mask(size: int, of: Sequence[int]) -> Tensor:
