@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         MoaT5Model,
         MoaT5PreTrainedModel,
     )
+    from .sorting import importance
     from .upcycle import upcycle
 
 __version__ = "0.2.0"
@@ -69,6 +70,7 @@ __all__ = [
     "MoaT5ForTokenClassification",
     "MoaT5Model",
     "MoaT5PreTrainedModel",
+    "importance",
     "upcycle",
 ]
 
@@ -78,6 +80,7 @@ _MODULES = {
     "MoaGPT2": ".modeling.gpt2.model",
     "MoaT5": ".modeling.t5.model",
     "FTGConfig": ".modeling.ftg.config",
+    "importance": ".sorting",
     "upcycle": ".upcycle",
 }
 

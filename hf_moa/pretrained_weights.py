@@ -10,6 +10,7 @@ mechanism makes of them is in its folder, in `upcycling.py`:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,12 +60,19 @@ class Layout:
     Attributes:
         attention, feed_forward: patterns of the name of a weight that each such layer has; the first
             group is the layer's name.
+        size_fields: the configuration's number of heads, of feed-forward neurons, and of layers.
+        attention_output, feed_forward_output: the last projection of such a layer, behind its name.
+        head_weights, neuron_weights: the weights that hold heads, or neurons, and their axis.
         size_fields: the configuration's numbers of heads, of feed-forward neurons, and of layers.
     """
 
     attention: ClassVar[str]
     feed_forward: ClassVar[str]
     size_fields: ClassVar[tuple[str, str, tuple[str, ...]]]
+    attention_output: ClassVar[str]
+    feed_forward_output: ClassVar[str]
+    head_weights: ClassVar[tuple[tuple[str, int], ...]]
+    neuron_weights: ClassVar[tuple[tuple[str, int], ...]]
 
     def __init__(self, source: Any):
         self.source = source
@@ -85,6 +93,11 @@ class Layout:
         """How many matrices of heads a weight holds side by side."""
         return 1
 
+    def table_of(self, layer: str) -> str | None:
+        """A name for the table of position biases, one for each head, that an attention layer shares
+        with others; None where it shares none."""
+        return None
+
     def name_of_feed_forward(self, layer: str) -> str:
         """The name of the module that stands for that layer in a gated model."""
         return layer
@@ -102,18 +115,18 @@ def convert(state: dict[str, Tensor], layout: Layout, config: Any) -> dict[str, 
     for mechanism in mechanisms_of(config):
         part = mechanism.part("upcycling")
         if hasattr(part, "convert_attention"):
-            for layer in _layers(state, layout.attention):
+            for layer in layers_of(state, layout.attention):
                 weights = part.convert_attention(layout.read_attention(state, layer), config)
                 layout.write_attention(state, layer, weights)
         if hasattr(part, "convert_feed_forward"):
-            for layer in _layers(state, layout.feed_forward):
+            for layer in layers_of(state, layout.feed_forward):
                 weights = part.convert_feed_forward(layout.read_feed_forward(state, layer), config)
                 name = layout.name_of_feed_forward(layer)
                 state |= {f"{name}.{key}": tensor for key, tensor in weights.items()}
     return state
 
 
-def _layers(state: dict[str, Tensor], pattern: str) -> list[str]:
+def layers_of(state: Iterable[str], pattern: str) -> list[str]:
     """The first groups of the names that match `pattern` in full."""
     return [match[1] for name in state if (match := re.fullmatch(pattern, name))]
 

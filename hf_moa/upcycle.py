@@ -20,6 +20,7 @@ from .gated_models import is_instance_by_name, mechanisms_in
 from .modeling.config.gating import GatingConfig
 from .modeling.core.mechanism import field_names
 from .pretrained_weights import convert
+from .sorting import Importance, sort_by_importance
 
 if TYPE_CHECKING:
     from .gated_models import GatedPreTrainedConfig
@@ -34,6 +35,7 @@ def upcycle(
     task: str | None = None,
     model_class: type[PreTrainedModel] | str | None = None,
     load_kwargs: dict[str, Any] | None = None,
+    importance: Importance | None = None,
     **config_fields: Any,
 ) -> PreTrainedModel:
     """The gated model of the same task class, with the source's weights.
@@ -45,6 +47,8 @@ def upcycle(
     - with `cct_budgets`: what the source computes, at every budget in eval (all gates open, control
       symbols zero) and close to it in training. The paper's extra LayerNorms stay out
       (`cct_sublayer_norm=False`).
+    - with `nested_budgets`: at budget 1 what the source computes, to the bit, at the others what a part
+      of its heads and neurons does. **Those need training**, and `importance` first.
     - `ffn_type="moe"`: what the source computes; every expert starts as a copy of its feed-forward
       layer (Komatsuzaki et al. 2023, "Sparse Upcycling").
     - `attention_type="moa"`: something else. **It needs further training.** Expert i starts from
@@ -64,6 +68,9 @@ def upcycle(
             Default: the class that the checkpoint names in `architectures`.
         model_class: the same as a class or class name, `MoaBertForMaskedLM` or `BertForMaskedLM`.
         load_kwargs: for a path, arguments of `from_pretrained` (`revision`, `dtype`, `num_labels`).
+        importance: what `hf_moa.importance` found: the most important heads and neurons of every layer
+            come first, where nested budgets and CCT's parts take them from. What the model computes
+            changes by rounding only. Default: the source's order.
         config_fields: fields of the gated configuration, such as `num_attention_experts`.
 
     Returns:
@@ -98,7 +105,10 @@ def upcycle(
         for key, tensor in source.state_dict().items()
         if not key.startswith(unused)
     }
-    state = convert(state, family.layout(source.config), config)
+    layout = family.layout(source.config)
+    if importance is not None:
+        state = sort_by_importance(state, layout, importance)
+    state = convert(state, layout, config)
     return build(target_class, config, state, source)
 
 

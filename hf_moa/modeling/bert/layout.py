@@ -11,6 +11,16 @@ class BertLayout(Layout):
     """`layer.N.attention.self.query` and so on."""
 
     attention = r"(.*encoder\.layer\.\d+\.(?:attention|crossattention))\.self\.query\.weight"
+    attention_output = feed_forward_output = "output.dense"
+    head_weights = (
+        *((f"self.{n}.{kind}", 0) for n in ("query", "key", "value") for kind in ("weight", "bias")),
+        ("output.dense.weight", 1),
+    )
+    neuron_weights = (
+        ("intermediate.dense.weight", 0),
+        ("intermediate.dense.bias", 0),
+        ("output.dense.weight", 1),
+    )
     size_fields = ("num_attention_heads", "intermediate_size", ("num_hidden_layers",))
     feed_forward = r"(.*encoder\.layer\.\d+)\.intermediate\.dense\.weight"
 

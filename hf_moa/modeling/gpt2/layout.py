@@ -14,6 +14,12 @@ class Gpt2Layout(Layout):
     """`h.N.attn.c_attn` and so on; queries of cross-attention, and of experts, are in `q_attn`."""
 
     attention = r"(.*h\.\d+\.(?:attn|crossattention))\.c_proj\.weight"
+    attention_output = feed_forward_output = "c_proj"
+    head_weights = (
+        *((f"{n}.{kind}", -1) for n in ("c_attn", "q_attn") for kind in ("weight", "bias")),
+        ("c_proj.weight", 0),
+    )
+    neuron_weights = (("c_fc.weight", -1), ("c_fc.bias", -1), ("c_proj.weight", 0))
     size_fields = ("n_head", "n_inner", ("n_layer",))
     feed_forward = r"(.*h\.\d+\.mlp)\.c_fc\.weight"
 

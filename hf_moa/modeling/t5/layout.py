@@ -11,6 +11,15 @@ class T5Layout(Layout):
     """`block.N.layer.M.SelfAttention.q` and so on."""
 
     attention = r"(.*block\.\d+\.layer\.\d+\.(?:SelfAttention|EncDecAttention))\.q\.weight"
+    attention_output, feed_forward_output = "o", "wo"
+    head_weights = (
+        ("q.weight", 0),
+        ("k.weight", 0),
+        ("v.weight", 0),
+        ("o.weight", 1),
+        ("relative_attention_bias.weight", 1),
+    )
+    neuron_weights = (("wi.weight", 0), ("wi_0.weight", 0), ("wi_1.weight", 0), ("wo.weight", 1))
     size_fields = ("num_heads", "d_ff", ("num_layers", "num_decoder_layers"))
     feed_forward = r"(.*block\.\d+\.layer\.\d+\.DenseReluDense)\.wo\.weight"
 
@@ -23,6 +32,9 @@ class T5Layout(Layout):
             output=state[f"{layer}.o.weight"].T,
             position_bias=state.get(f"{layer}.relative_attention_bias.weight"),
         )
+
+    def table_of(self, layer: str) -> str | None:
+        return layer.split("block.")[0] if layer.endswith("SelfAttention") else None
 
     def write_attention(self, state: dict[str, Tensor], layer: str, weights: AttentionWeights) -> None:
         for name in ("query", "key", "value"):
