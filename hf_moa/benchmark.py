@@ -38,25 +38,25 @@ def benchmark(
         model: one of hf_moa's, on the device to measure; in whatever mode, which it is in again
             afterwards.
         batch: arguments of the model. How much CCT computes depends on the text.
-        budgets: of CCT; default: each that the model knows, largest first.
+        budgets: default: each that the model knows, largest first.
         turns: how often each is timed.
 
     Returns:
         One dict each for the plain model of transformers with the same sizes (of random weights, which
-        take the same time); for the gated model, with CCT at each budget, and at the largest in the
+        take the same time); for the gated model, at each budget, and with CCT at the largest in the
         "dense" form, which computes everything and masks:
 
-        - `model`, `budget` (None without CCT), `execution`;
-        - `compute_fraction`: with CCT, the mean over the sequences;
+        - `model`, `budget` (None without budgets), `execution` (with CCT);
+        - `compute_fraction`: with budgets, the mean over the sequences;
         - `milliseconds`: the median; `spread`: half the distance of the quartiles in per cent of it;
         - `ratio`: the median of the ratios to the plain model, turn by turn.
 
     Raises:
-        ValueError: budgets that the model does not know, or without CCT; `turns` below 2.
+        ValueError: budgets that the model does not know, or has none; `turns` below 2.
     """
     config = model.config
-    if budgets is not None and not config.has_cct:
-        raise ValueError(f"budgets need a model with CCT (got {list(budgets)}); leave them out.")
+    if budgets is not None and not config.listed_budgets:
+        raise ValueError(f"budgets need a model that has some (got {list(budgets)}); leave them out.")
     chosen = config.listed_budgets if budgets is None else list(budgets)
     before = config.cct_execution
     try:
@@ -92,7 +92,7 @@ def _rows_and_runs(
         arguments = dict(batch) if budget is None else {**batch, "budget": budget}
         # the largest budget in both forms: what the gates cost, and what skipping brings back
         for execution in dict.fromkeys(
-            ("dense", before) if chosen and budget == chosen[0] else (before,)
+            ("dense", before) if config.has_cct and budget == chosen[0] else (before,)
         ):
             runs.append(partial(run, execution, arguments))
             fraction = getattr(runs[-1](), "compute_fraction", None)

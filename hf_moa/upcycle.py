@@ -163,9 +163,9 @@ def _family(config: PreTrainedConfig) -> Family:
     family = family_of(config)
     if mechanisms := mechanisms_in(config):
         raise ValueError(
-            "upcycle takes a plain source: attention_type='mha', ffn_type='dense' and no "
-            f"cct_budgets (got attention_type={config.attention_type!r}, "
-            f"ffn_type={config.ffn_type!r}, cct_budgets={config.cct_budgets!r}: "
+            "upcycle takes a plain source: attention_type='mha', ffn_type='dense' and no budgets "
+            f"(got attention_type={config.attention_type!r}, ffn_type={config.ffn_type!r}, "
+            f"cct_budgets={config.cct_budgets!r}: "
             f"{', '.join(mechanism.name for mechanism in mechanisms)})."
         )
     return family

@@ -61,7 +61,7 @@ def analyze(
         batches: arguments of the model: `input_ids`, `attention_mask`, ...; for encoder-decoder models
             also `labels` or `decoder_input_ids`. Nothing of them is kept but counts.
         tokenizer: names the tokens; None leaves ids, and special tokens among the others.
-        budgets: CCT's, to measure compute at; default: each that the model knows, largest first. What
+        budgets: to measure compute at; default: each that the model knows, largest first. What
             is not CCT's is measured at the first.
         kind_of: token -> its kind, such as a part of speech; default: word, word piece, number,
             punctuation.
@@ -81,8 +81,8 @@ def analyze(
     config = gated.config
     if budgets is None:
         budgets = config.listed_budgets
-    elif not config.has_cct:
-        raise ValueError(f"budgets need a model with CCT (got {list(budgets)}); leave them out.")
+    elif not config.listed_budgets:
+        raise ValueError(f"budgets need a model that has some (got {list(budgets)}); leave them out.")
     elif not budgets:
         raise ValueError(f"budgets must name at least one of {config.listed_budgets} (got none).")
     for control in (module for module in gated.modules() if is_instance_by_name(module, BudgetHolder)):

@@ -124,7 +124,7 @@ def _metrics(args: argparse.Namespace, model: Any, batches: Any) -> dict[str, An
 
     config = gated_model_of(model).config
     tables = {}
-    if config.has_cct:
+    if config.listed_budgets:
         budgets = args.budgets or config.listed_budgets
         tables["budget_metrics"] = budget_metrics(budgets, measure)
     if config.attention_type == "mae":

@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         help="tokens of a sequence, cut off beyond (default: %(default)s)",
     )
     parser.add_argument(
-        "--budgets", nargs="+", type=budget, metavar="BUDGET", help="of CCT (default: all)"
+        "--budgets", nargs="+", type=budget, metavar="BUDGET", help="of the model (default: all)"
     )
     parser.add_argument(
         "--turns",

@@ -1,4 +1,4 @@
-"""Quality, measured compute and time of one CCT model at each of its budgets.
+"""Quality, measured compute and time of one model at each of its budgets.
 
 rows = evaluate_budgets(trainer)
 print(format_budget_table(rows))
@@ -104,12 +104,12 @@ def evaluate_budgets(
     budgets: Sequence[Budget] | None = None,
     metric_key_prefix: str = "eval",
 ) -> list[dict]:
-    """Evaluates the trainer's CCT model once at each budget.
+    """Evaluates the trainer's model once at each budget.
 
     Args:
-        trainer: a `Trainer` whose model has CCT gates.
+        trainer: a `Trainer` whose model has budgets, nested or CCT's.
         eval_dataset: the dataset; default: `trainer.eval_dataset`.
-        budgets: the budgets, each one of `model.config.cct_budgets`; default: each of those once,
+        budgets: the budgets, each one of `model.config.listed_budgets`; default: each of those once,
             largest first.
         metric_key_prefix: prefix of the metrics' names.
 
@@ -130,16 +130,18 @@ def evaluate_budgets(
         ended the evaluation. The trainer keeps the rows as `budget_rows`, for its model card.
 
     Raises:
-        ValueError: the model has no CCT gates; a budget is not in `config.cct_budgets`; `budgets`
+        ValueError: the model has no budgets; a budget is not one of them; `budgets`
             is empty; there is no evaluation dataset, or several.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    trained_budgets = getattr(model.config, "cct_budgets", None)
+    fields = (getattr(model.config, name, None) for name in ("nested_budgets", "cct_budgets"))
+    trained_budgets = next(filter(None, fields), None)
     if not trained_budgets:
         raise ValueError(
-            "`evaluate_budgets` needs a model with CCT gates (`config.cct_budgets` set; got a "
-            f"{type(model).__name__} without). `upcycle(model, cct_budgets=[...])` adds them."
+            "`evaluate_budgets` needs a model with budgets (`config.nested_budgets` or "
+            f"`config.cct_budgets` set; got a {type(model).__name__} without). "
+            "`upcycle(model, nested_budgets=[...])` adds them."
         )
     eval_dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
     if eval_dataset is None or isinstance(eval_dataset, dict):

@@ -145,7 +145,7 @@ def test_mutual_information_of_a_table_by_hand():
     [
         ({}, {}, {}, "model must have gates"),
         ({"attention_type": "mae"}, {"attention_mask": torch.ones(1, 2)}, {}, "input_ids"),
-        ({"attention_type": "mae"}, None, {"budgets": [0.5]}, "budgets need a model with CCT"),
+        ({"attention_type": "mae"}, None, {"budgets": [0.5]}, "budgets need a model that has some"),
         ({"cct_budgets": [1, 0.5]}, None, {"budgets": []}, r"at least one of \[1, 0.5\]"),
         ({"cct_budgets": [1, 0.5]}, None, {"budgets": [0.7]}, r"\[1.0, 0.5\] \(got 0.7\)"),
         ({"attention_type": "moa"}, {"input_ids": torch.ones(1, 2).long(),

@@ -145,7 +145,7 @@ def test_budget_is_restored_after_an_error(tmp_path):
 
 def test_model_without_cct_is_an_error(tmp_path):
     trainer = make_trainer(FakeCCTModel(cct_budgets=None), tmp_path)
-    with pytest.raises(ValueError, match=r"needs a model with CCT gates .*FakeCCTModel"):
+    with pytest.raises(ValueError, match=r"needs a model with budgets .*FakeCCTModel"):
         evaluate_budgets(trainer)
 
 

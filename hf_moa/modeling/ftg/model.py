@@ -229,7 +229,8 @@ def _facts(model: nn.Module) -> dict[str, Any]:
     shapes = (name for mechanism in MECHANISMS.values() for name in mechanism.shape_fields)
     facts = {name: getattr(config, name, None) for name in (*_FACTS, *shapes)}
     # as JSON has them; an adapter's control symbols each stand for one
-    budgets = [list(each) if isinstance(each, tuple) else each for each in config.listed_budgets]
+    listed = config.listed_budgets if config.has_cct else []
+    budgets = [list(each) if isinstance(each, tuple) else each for each in listed]
     return facts | {"cct": config.has_cct, "cct_budgets": budgets}
 
 
