@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .importance import importance
     from .modeling.bert.configuration import MoaBertConfig
     from .modeling.bert.model import (
         MoaBertForMaskedLM,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         MoaT5Model,
         MoaT5PreTrainedModel,
     )
-    from .sorting import importance
     from .upcycle import upcycle
 
 __version__ = "0.2.0"
@@ -80,7 +80,7 @@ _MODULES = {
     "MoaGPT2": ".modeling.gpt2.model",
     "MoaT5": ".modeling.t5.model",
     "FTGConfig": ".modeling.ftg.config",
-    "importance": ".sorting",
+    "importance": ".importance",
     "upcycle": ".upcycle",
 }
 
@@ -99,4 +99,6 @@ def __dir__() -> list[str]:
 
 
 if "hf_moa_cli" not in sys.modules:
-    __getattr__("upcycle")  # at once, or an import of the module would bind its name to that
+    # at once, or an import of their modules would bind their names to those
+    __getattr__("importance")
+    __getattr__("upcycle")

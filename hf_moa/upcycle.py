@@ -17,10 +17,11 @@ from transformers.utils import logging
 
 from .families import TASKS, Family, family_of
 from .gated_models import is_instance_by_name, mechanisms_in
+from .importance import Importance
 from .modeling.config.gating import GatingConfig
 from .modeling.core.mechanism import field_names
 from .pretrained_weights import convert
-from .sorting import Importance, sort_by_importance
+from .sorting import sort_by_importance
 
 if TYPE_CHECKING:
     from .gated_models import GatedPreTrainedConfig
@@ -107,7 +108,7 @@ def upcycle(
     }
     layout = family.layout(source.config)
     if importance is not None:
-        state = sort_by_importance(state, layout, importance)
+        state = sort_by_importance(state, layout, importance, source)
     state = convert(state, layout, config)
     return build(target_class, config, state, source)
 
