@@ -21,9 +21,13 @@ def _register(family: Family) -> None:
     config_class = family.config_class
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     config_class.write_code = write_code
-    for auto_name, model_name in config_class.auto_classes.items():
-        model_class = getattr(family.models, model_name)
-        getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
+    auto_classes = [*config_class.auto_classes.items(), *family.more_auto_classes.items()]
+    for auto_name, model_name in auto_classes:
+        auto_class = getattr(transformers, auto_name)
+        auto_class.register(config_class, getattr(family.models, model_name), exist_ok=True)
+        # `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES` and so on: `Trainer` shifts labels of the classes there,
+        # pipelines and other libraries tell by them what a model is
+        auto_class._model_mapping._model_mapping[config_class.model_type] = model_name
     tokenizer_class = getattr(transformers, family.tokenizer)
     transformers.AutoTokenizer.register(config_class, tokenizer_class, exist_ok=True)
     # adapters of version 0.1 name the module of their base so
