@@ -171,19 +171,31 @@ class TextBatches:
         if self.with_labels and self.kind == "AutoModelForMaskedLM":
             mask = DataCollatorForLanguageModeling(self.tokenizer, seed=self.seed)
         for start in range(0, len(self.data), self.batch_size):
-            examples = self.data[start : start + self.batch_size]
-            sides = [_as_text(examples, role) for role in ("text", "pair") if role in examples]
-            batch = dict(self._encode(*sides))
-            if self.has_target:
-                target = self._encode(text_target=_as_text(examples, "target"))
-                batch["labels"] = self._ignoring_padding(target)
-            elif self.with_labels and mask is not None:
-                batch |= self._masked(mask, batch)
-            elif self.with_labels and self.kind == "AutoModelForCausalLM":
-                batch["labels"] = self._ignoring_padding(batch)
-            elif self.with_labels:
-                batch["labels"] = self._labels(examples["label"])
-            yield batch
+            yield self._batch(self.data[start : start + self.batch_size], mask)
+
+    def collate(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """A batch of some examples of the data, as a collator of `Trainer`; tokens are masked anew each
+        time."""
+        mask = None
+        if self.with_labels and self.kind == "AutoModelForMaskedLM":
+            mask = DataCollatorForLanguageModeling(self.tokenizer)
+        return self._batch({role: [each[role] for each in examples] for role in examples[0]}, mask)
+
+    def _batch(
+        self, examples: dict[str, list], mask: DataCollatorForLanguageModeling | None
+    ) -> dict[str, Tensor]:
+        sides = [_as_text(examples, role) for role in ("text", "pair") if role in examples]
+        batch = dict(self._encode(*sides))
+        if self.has_target:
+            target = self._encode(text_target=_as_text(examples, "target"))
+            batch["labels"] = self._ignoring_padding(target)
+        elif self.with_labels and mask is not None:
+            batch |= self._masked(mask, batch)
+        elif self.with_labels and self.kind == "AutoModelForCausalLM":
+            batch["labels"] = self._ignoring_padding(batch)
+        elif self.with_labels:
+            batch["labels"] = self._labels(examples["label"])
+        return batch
 
     def _encode(self, *sides: list[str], **options: Any) -> Any:
         return self.tokenizer(

@@ -1,6 +1,7 @@
 """The console command `hf-moa`.
 
 hf-moa quickstart
+hf-moa shrink ./my-bert ./my-bert-sizes --train-file train.tsv --text-column sentence
 hf-moa upcycle google-bert/bert-base-uncased ./bert-mae --attention-type mae
 hf-moa analyze ./bert-mae --data dev.tsv --text-column sentence
 hf-moa benchmark ./bert-mae
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from hf_moa import __version__
 from hf_moa.extras import MissingExtraError
 
-from . import analyze, benchmark, card, env, quickstart, upcycle
+from . import analyze, benchmark, card, env, quickstart, shrink, upcycle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (quickstart, upcycle, analyze, benchmark, card, env):
+    for command in (quickstart, upcycle, shrink, analyze, benchmark, card, env):
         command.add(commands)
     return parser

@@ -65,7 +65,7 @@ def labelled(name, batch, logits):
 
 
 def examples_of(name):
-    """Of different lengths. A first token is never predicted; `Trainer` counts its label with GPT-2's."""
+    """Of different lengths. `Trainer` counts the label of GPT-2's first token, too: there is none."""
     examples = list(uneven_rows(name))
     for example in examples:
         if name == "gpt2":
