@@ -89,7 +89,13 @@ def checkpoints(tmp_path_factory) -> dict[str, str]:
     upcycled = upcycle(CASE["BertForMaskedLM"].build_plain(), "mae", cct_budgets=[1, 0.5])
     upcycled.save_pretrained(folder / "gated")
     tokenizer(CASE["BertForMaskedLM"]).save_pretrained(folder / "gated")
-    return names | {"user/model": str(folder / "gated")}
+    classifier = CASE["BertForSequenceClassification"].build_plain()
+    classifier.save_pretrained(folder / "classifier")
+    tokenizer(CASE["BertForSequenceClassification"]).save_pretrained(folder / "classifier")
+    return names | {
+        "user/model": str(folder / "gated"),
+        "user/classifier": str(folder / "classifier"),
+    }
 
 
 @pytest.fixture
@@ -115,6 +121,7 @@ def write_data(folder: Path) -> None:
         ("train.csv", ",", "text"),
         ("dev.csv", ",", "text"),
         ("dev.tsv", "\t", "sentence"),
+        ("train.tsv", "\t", "sentence"),
         ("glue/SST-2/train.tsv", "\t", "sentence"),
         ("glue/SST-2/dev.tsv", "\t", "sentence"),
     ):
@@ -156,7 +163,10 @@ def test_commands_of_the_package_run(page, local, checkpoints, tmp_path, capsys)
             continue
         source = next((word for word in words[2:] if word.startswith("./")), None)
         if source is not None and words[2] == source and not Path(source).exists():
-            known = "user/model" if words[1] != "upcycle" else "google-bert/bert-base-uncased"
+            known = {
+                "upcycle": "google-bert/bert-base-uncased",
+                "shrink": "user/classifier",
+            }.get(words[1], "user/model")
             shutil.copytree(checkpoints[known], tmp_path / source)
         assert main(words[1:]) == 0, command
         assert capsys.readouterr().out
