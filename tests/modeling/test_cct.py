@@ -121,7 +121,7 @@ def test_plain_feed_forward_gates_slices_of_the_dense_layer(training, execution)
     layer = MoaBertLayer(config, layer_idx=0).double()
     layer = randomize(layer, seed=1).train(training)
     x, mask = hidden()
-    actual, _ = layer._feed_forward(x, mask)
+    actual, _ = layer._feed_forward(x, mask, None)
     gates = control(layer.feed_forward_gate.control, x)
     up, down = layer.intermediate.dense, layer.output.dense
     expected = x + down.bias

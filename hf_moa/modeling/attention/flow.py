@@ -41,6 +41,7 @@ class AttentionCall(NamedTuple):
             cached.
         kv_mask: `[B, S]` bool, the real ones of them; None for all.
         place: the layer's in the cache, if there is one.
+        budget: the call's, for the gates; None without.
         kwargs: for the attention implementation.
     """
 
@@ -52,6 +53,7 @@ class AttentionCall(NamedTuple):
     padding_mask: Tensor | None
     kv_mask: Tensor | None
     place: CachePlace | None
+    budget: Any
     kwargs: dict[str, Any]
 
     @property
@@ -191,6 +193,7 @@ class AttentionFlow(nn.Module):
         position_bias: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         cache: Cache | None = None,
+        budget: Any = None,
         **kwargs: Any,
     ) -> Attended:
         """
@@ -204,6 +207,7 @@ class AttentionFlow(nn.Module):
                 for MoA `[1, N, T, S]`.
             position_embeddings: cosines and sines for `rotate`, `[B or 1, T, dh]` each.
             cache: the cache, if any.
+            budget: what the gates have to know of the call; see `budget_control` of the model.
             kwargs: handed on to the attention implementation.
 
         Raises:
@@ -232,6 +236,7 @@ class AttentionFlow(nn.Module):
             padding_mask,
             encoder_padding_mask if self.is_cross_attention else padding_mask,
             place,
+            budget,
             kwargs,
         )
         if self.rotate is not None and position_embeddings is None:

@@ -161,6 +161,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
         cache: Cache | None = None,
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
+        budget: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, LayerRecord]:
         cross_record = None
@@ -169,6 +170,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
             attention_mask,
             padding_mask=padding_mask,
             cache=cache,
+            budget=budget,
             **kwargs,
         )
         if self.is_decoder and encoder_hidden_states is not None:
@@ -180,15 +182,18 @@ class MoaBertLayer(GradientCheckpointingLayer):
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
                 cache=cache,
+                budget=budget,
                 **kwargs,
             )
-        hidden_states, ffn_record = self._feed_forward(hidden_states, padding_mask)
+        hidden_states, ffn_record = self._feed_forward(hidden_states, padding_mask, budget)
         return hidden_states, LayerRecord(record, cross_record, ffn_record)
 
-    def _feed_forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Record]:
+    def _feed_forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None, budget: Any
+    ) -> tuple[Tensor, Record]:
         x = self.output.before(hidden_states)
         if self.feed_forward is not None:
-            y, record = self.feed_forward(x, padding_mask)
+            y, record = self.feed_forward(x, padding_mask, budget)
         elif self.feed_forward_gate is None:
             # chunks of the sequence, where the config asks for them
             record = Record()
@@ -201,6 +206,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
                 activation=self.intermediate.intermediate_act_fn,
                 down=self.output.dense,
                 gate=self.feed_forward_gate,
+                budget=budget,
             )
         return self.output(y, hidden_states), record
 

@@ -139,6 +139,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 if encoder_hidden_states is None
                 else padding_mask_of(encoder_attention_mask, encoder_hidden_states.shape[1])
             ),
+            budget=choice,
             **kwargs,
         )
         held: dict[str, Any] = {CACHE_NAME: cache if use_cache else None}

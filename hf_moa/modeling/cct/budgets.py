@@ -22,10 +22,10 @@ class BudgetIndex(NamedTuple):
 
 class Budget(NamedTuple):
     """The budgets of one call: `index` `[B]` into the distinct budgets, and the control symbols
-    `embedding` `[B, 1, d]`."""
+    `embedding` `[B, 1, d]`, which are added to all tokens' embeddings; None for none."""
 
     index: Tensor  # type: ignore[assignment]  # hides the method of tuples
-    embedding: Tensor
+    embedding: Tensor | None
 
 
 class BudgetList:

@@ -8,6 +8,7 @@ is in `sparse_feed_forward.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,7 @@ class FeedForwardGate(nn.Module):
         up: Sequence[nn.Module],
         activation: Callable[..., Tensor],
         down: nn.Module,
+        budget: Any = None,
     ) -> tuple[Tensor, Record]:
         """A dense layer with its slices gated; see `feed_forward.layers.gated_dense`."""
         gates, record = self(x, padding_mask)
@@ -121,7 +123,9 @@ class GatedFeedForward(nn.Module):
         self.input_norms = nn.ModuleList(norm(hidden_size) for _ in parts)
         self.output_norms = nn.ModuleList(norm(hidden_size) for _ in parts)
 
-    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Record]:
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None, budget: Any = None
+    ) -> tuple[Tensor, Record]:
         """`[B, T, d]` -> `[B, T, d]` and the record, with the routings of parts that have experts."""
         gates, record = self.gate(hidden_states, padding_mask)
         execution = self.gate.choose_execution(gates)

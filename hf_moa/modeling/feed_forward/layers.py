@@ -26,6 +26,7 @@ class SliceGate(Protocol):
         up: Sequence[nn.Module],
         activation: Callable[..., Tensor],
         down: nn.Module,
+        budget: Any = None,
     ) -> tuple[Tensor, Record]:
         """See `gated_dense`."""
 
@@ -92,7 +93,7 @@ def build_feed_forward(
     bias: bool = True,
     dropout: float = 0.0,
 ) -> nn.Module | None:
-    """A module `(x, padding_mask) -> (y, record)`, or None for the backbone's own dense layer.
+    """A module `(x, padding_mask, budget) -> (y, record)`, or None for the backbone's own dense layer.
 
     The backbone keeps its own where nothing but gates on its hidden activation is asked for: see
     `build_feed_forward_gate` and `gated_dense`.
@@ -143,6 +144,7 @@ def gated_dense(
     activation: Callable[..., Tensor],
     down: nn.Module,
     gate: SliceGate | None,
+    budget: Any = None,
 ) -> tuple[Tensor, Record]:
     """`down(g * activation(up_1 x, ...))` with gates g on slices of the hidden activation.
 
@@ -153,10 +155,11 @@ def gated_dense(
         activation: of all their outputs, to the layer's hidden activation.
         down: linear layer `[B, T, ff]` -> `[B, T, d]`.
         gate: None leaves the dense layer as it is.
+        budget: the call's, for the gate; None without.
 
     Returns:
         `[B, T, d]` and what the gates report.
     """
     if gate is None:
         return down(activation(*(matrix(x) for matrix in up))), Record()
-    return gate.compute(x, padding_mask, up=up, activation=activation, down=down)
+    return gate.compute(x, padding_mask, up=up, activation=activation, down=down, budget=budget)

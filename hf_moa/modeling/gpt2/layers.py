@@ -117,7 +117,7 @@ class MoaGPT2MLP(GPT2MLP):
         )
 
     def forward(  # type: ignore[override]  # and reports
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, budget: Any = None
     ) -> tuple[Tensor, Record]:
         y, record = gated_dense(
             hidden_states,
@@ -126,6 +126,7 @@ class MoaGPT2MLP(GPT2MLP):
             activation=self.act,
             down=self.c_proj,
             gate=self.gate,
+            budget=budget,
         )
         return self.dropout(y), record
 
@@ -172,6 +173,7 @@ class MoaGPT2Block(GradientCheckpointingLayer):
         cache: Cache | None = None,
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
+        budget: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, LayerRecord]:
         cross_record = None
@@ -180,6 +182,7 @@ class MoaGPT2Block(GradientCheckpointingLayer):
             attention_mask,
             padding_mask=padding_mask,
             cache=cache,
+            budget=budget,
             **kwargs,
         )
         hidden_states = hidden_states + y
@@ -192,10 +195,11 @@ class MoaGPT2Block(GradientCheckpointingLayer):
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
                 cache=cache,
+                budget=budget,
                 **kwargs,
             )
             hidden_states = hidden_states + y
-        y, ffn_record = self.mlp(self.ln_2(hidden_states), padding_mask)
+        y, ffn_record = self.mlp(self.ln_2(hidden_states), padding_mask, budget)
         return hidden_states + self.mlp_dropout(y), LayerRecord(record, cross_record, ffn_record)
 
 

@@ -154,7 +154,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
         hidden_states = inputs_embeds + self.wpe(position_ids).to(inputs_embeds.device)
         if token_type_ids is not None:
             hidden_states = hidden_states + self.wte(token_type_ids.view(-1, length))
-        if budgets is not None:
+        if budgets is not None and budgets.embedding is not None:
             hidden_states = hidden_states + budgets.embedding
         hidden_states = self.drop(hidden_states)
         causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache, position_ids)
@@ -181,6 +181,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
                 position_ids=position_ids,
+                budget=budgets,
                 **kwargs,
             )
             records.append(record)

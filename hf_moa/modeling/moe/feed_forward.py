@@ -246,7 +246,7 @@ class SparseMoeFeedForward(nn.Module):
         )
 
     def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, budget: Any = None
     ) -> tuple[Tensor, Record]:
         routing = self.router(hidden_states, padding_mask)
         output = self.experts(

@@ -178,7 +178,7 @@ class _GatedDense:
         )
 
     def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, budget: Any = None
     ) -> tuple[Tensor, Record]:
         return gated_dense(
             hidden_states,
@@ -187,6 +187,7 @@ class _GatedDense:
             activation=self._activation,
             down=self.wo,
             gate=self.gate,
+            budget=budget,
         )
 
     def _up(self) -> list[nn.Module]:
@@ -235,9 +236,9 @@ class MoaT5LayerFF(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, budget: Any = None
     ) -> tuple[Tensor, Record]:
-        y, record = self.DenseReluDense(self.layer_norm(hidden_states), padding_mask)
+        y, record = self.DenseReluDense(self.layer_norm(hidden_states), padding_mask, budget)
         return _representable(hidden_states + self.dropout(y)), record
 
 
@@ -276,6 +277,7 @@ class MoaT5Block(GradientCheckpointingLayer):
         cache: Cache | None = None,
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
+        budget: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, LayerRecord, Tensor]:
         cross_record = None
@@ -285,6 +287,7 @@ class MoaT5Block(GradientCheckpointingLayer):
             position_bias=position_bias,
             padding_mask=padding_mask,
             cache=cache,
+            budget=budget,
             **kwargs,
         )
         if self.is_decoder and encoder_hidden_states is not None:
@@ -295,9 +298,10 @@ class MoaT5Block(GradientCheckpointingLayer):
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
                 cache=cache,
+                budget=budget,
                 **kwargs,
             )
-        hidden_states, ffn_record = self.layer[-1](hidden_states, padding_mask)
+        hidden_states, ffn_record = self.layer[-1](hidden_states, padding_mask, budget)
         return hidden_states, LayerRecord(record, cross_record, ffn_record), position_bias
 
 

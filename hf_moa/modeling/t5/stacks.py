@@ -167,7 +167,9 @@ class MoaT5Stack(MoaT5PreTrainedModel):
             past = 0 if cache is None else cache.get_seq_length()
             padding_mask = padding_mask_of(attention_mask, length, past)
         budgets = self._resolve_budget(inputs_embeds, budget)
-        hidden_states = inputs_embeds if budgets is None else inputs_embeds + budgets.embedding
+        hidden_states = inputs_embeds
+        if budgets is not None and budgets.embedding is not None:
+            hidden_states = hidden_states + budgets.embedding
         hidden_states = self.dropout(hidden_states)
         cross_mask = encoder_padding_mask = None
         if self.config.is_decoder and encoder_hidden_states is not None:
@@ -192,6 +194,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
                 **{CACHE_NAME: cache},  # as gradient checkpointing looks for it
                 padding_mask=padding_mask,
                 encoder_padding_mask=encoder_padding_mask,
+                budget=budgets,
                 **kwargs,
             )
             records.append(record)
