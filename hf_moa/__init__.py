@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .importance import importance
     from .modeling.bert.configuration import MoaBertConfig
     from .modeling.bert.model import (
         MoaBertForMaskedLM,
@@ -69,6 +70,7 @@ __all__ = [
     "MoaT5ForTokenClassification",
     "MoaT5Model",
     "MoaT5PreTrainedModel",
+    "importance",
     "upcycle",
 ]
 
@@ -78,6 +80,7 @@ _MODULES = {
     "MoaGPT2": ".modeling.gpt2.model",
     "MoaT5": ".modeling.t5.model",
     "FTGConfig": ".modeling.ftg.config",
+    "importance": ".importance",
     "upcycle": ".upcycle",
 }
 
@@ -96,4 +99,6 @@ def __dir__() -> list[str]:
 
 
 if "hf_moa_cli" not in sys.modules:
-    __getattr__("upcycle")  # at once, or an import of the module would bind its name to that
+    # at once, or an import of their modules would bind their names to those
+    __getattr__("importance")
+    __getattr__("upcycle")

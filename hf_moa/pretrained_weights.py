@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_moa.modeling.core.mechanism import mechanisms_of
 
@@ -59,10 +60,13 @@ class Layout:
     Attributes:
         attention, feed_forward: patterns of the name of a weight that each such layer has; the first
             group is the layer's name.
+        attention_output, feed_forward_output: the layer's last projection, behind its name.
     """
 
     attention: ClassVar[str]
     feed_forward: ClassVar[str]
+    attention_output: ClassVar[str]
+    feed_forward_output: ClassVar[str]
 
     def __init__(self, source: Any):
         self.source = source
@@ -96,20 +100,25 @@ def convert(state: dict[str, Tensor], layout: Layout, config: Any) -> dict[str, 
     for mechanism in mechanisms_of(config):
         part = mechanism.part("upcycling")
         if hasattr(part, "convert_attention"):
-            for layer in _layers(state, layout.attention):
+            for layer in layers_in(state, layout.attention):
                 weights = part.convert_attention(layout.read_attention(state, layer), config)
                 layout.write_attention(state, layer, weights)
         if hasattr(part, "convert_feed_forward"):
-            for layer in _layers(state, layout.feed_forward):
+            for layer in layers_in(state, layout.feed_forward):
                 weights = part.convert_feed_forward(layout.read_feed_forward(state, layer), config)
                 name = layout.name_of_feed_forward(layer)
                 state |= {f"{name}.{key}": tensor for key, tensor in weights.items()}
     return state
 
 
-def _layers(state: dict[str, Tensor], pattern: str) -> list[str]:
-    """The first groups of the names that match `pattern` in full."""
+def layers_in(state: dict[str, Tensor], pattern: str) -> list[str]:
+    """The layers of a state dict; `pattern`: see `Layout`."""
     return [match[1] for name in state if (match := re.fullmatch(pattern, name))]
+
+
+def name_in_base_model(layer: str, source: PreTrainedModel) -> str:
+    """What a layer of `source` is called below its base model."""
+    return layer.removeprefix(f"{source.base_model_prefix}.")
 
 
 def stored(output: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ class BertLayout(Layout):
 
     attention = r"(.*encoder\.layer\.\d+\.(?:attention|crossattention))\.self\.query\.weight"
     feed_forward = r"(.*encoder\.layer\.\d+)\.intermediate\.dense\.weight"
+    attention_output = "output.dense"
+    feed_forward_output = "output.dense"
 
     def read_attention(self, state: dict[str, Tensor], layer: str) -> AttentionWeights:
         names = ("query", "key", "value")

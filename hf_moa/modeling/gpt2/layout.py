@@ -15,6 +15,8 @@ class Gpt2Layout(Layout):
 
     attention = r"(.*h\.\d+\.(?:attn|crossattention))\.c_proj\.weight"
     feed_forward = r"(.*h\.\d+\.mlp)\.c_fc\.weight"
+    attention_output = "c_proj"
+    feed_forward_output = "c_proj"
 
     def read_attention(self, state: dict[str, Tensor], layer: str) -> AttentionWeights:
         query, key, value = self._query_key_value(state, layer, "weight")

@@ -12,6 +12,8 @@ class T5Layout(Layout):
 
     attention = r"(.*block\.\d+\.layer\.\d+\.(?:SelfAttention|EncDecAttention))\.q\.weight"
     feed_forward = r"(.*block\.\d+\.layer\.\d+\.DenseReluDense)\.wo\.weight"
+    attention_output = "o"
+    feed_forward_output = "wo"
 
     def read_attention(self, state: dict[str, Tensor], layer: str) -> AttentionWeights:
         return AttentionWeights(
