@@ -10,7 +10,7 @@ mechanism makes of them is in its folder, in `upcycling.py`:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -53,6 +53,20 @@ class FeedForwardWeights:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
+    def in_order(self, neurons: Tensor) -> FeedForwardWeights:
+        """The same layer, its neurons in another order: `[ff]`, the old place of each."""
+
+        def sort(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[neurons]
+
+        return replace(
+            self,
+            up=self.up[neurons],
+            linear=sort(self.linear),
+            up_bias=sort(self.up_bias),
+            down=self.down[:, neurons],
+        )
+
 
 class Layout:
     """Where a backbone has a layer's weights.
@@ -83,6 +97,12 @@ class Layout:
         """Take a feed-forward layer's weights out of a state dict."""
         raise NotImplementedError
 
+    def write_feed_forward(
+        self, state: dict[str, Tensor], layer: str, weights: FeedForwardWeights
+    ) -> None:
+        """Put them in, as the source has them."""
+        raise NotImplementedError
+
     def name_of_feed_forward(self, layer: str) -> str:
         """The name of the module that stands for that layer in a gated model."""
         return layer
@@ -109,6 +129,38 @@ def convert(state: dict[str, Tensor], layout: Layout, config: Any) -> dict[str, 
                 name = layout.name_of_feed_forward(layer)
                 state |= {f"{name}.{key}": tensor for key, tensor in weights.items()}
     return state
+
+
+def sort_neurons(
+    state: dict[str, Tensor], layout: Layout, scores: dict[str, Tensor], source: PreTrainedModel
+) -> None:
+    """Put each feed-forward layer's neurons in the order of their scores, the largest first. What the
+    source computes stays the same, to rounding.
+
+    Args:
+        state: of the source; changes.
+        layout: the source's.
+        scores: `Importance.neurons`.
+        source: for the names of its layers.
+
+    Raises:
+        ValueError: a layer has no scores, or not as many as neurons.
+    """
+    for layer in layers_in(state, layout.feed_forward):
+        name = name_in_base_model(layer, source)
+        if name not in scores:
+            raise ValueError(
+                f"importance must have scores of {name} (got {', '.join(scores) or 'none'}): measure it "
+                "on the model that is upcycled."
+            )
+        weights = layout.read_feed_forward(state, layer)
+        order = scores[name].argsort(descending=True, stable=True).to(weights.up.device)
+        if len(order) != len(weights.up):
+            raise ValueError(
+                f"importance must have a score of each of the {len(weights.up)} neurons of {name} (got "
+                f"{len(order)})."
+            )
+        layout.write_feed_forward(state, layer, weights.in_order(order))
 
 
 def layers_in(state: dict[str, Tensor], pattern: str) -> list[str]:

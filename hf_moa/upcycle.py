@@ -17,12 +17,14 @@ from transformers.utils import logging
 
 from .families import TASKS, Family, family_of
 from .gated_models import is_instance_by_name, mechanisms_in
+from .modeling.cct.upcycling import default_fields
 from .modeling.config.gating import GatingConfig
-from .modeling.core.mechanism import field_names
-from .pretrained_weights import convert
+from .modeling.core.mechanism import MECHANISMS, field_names
+from .pretrained_weights import convert, sort_neurons
 
 if TYPE_CHECKING:
     from .gated_models import GatedPreTrainedConfig
+    from .importance import Importance
 
 __all__ = ["TASKS", "upcycle"]
 
@@ -34,6 +36,7 @@ def upcycle(
     task: str | None = None,
     model_class: type[PreTrainedModel] | str | None = None,
     load_kwargs: dict[str, Any] | None = None,
+    importance: Importance | None = None,
     **config_fields: Any,
 ) -> PreTrainedModel:
     """The gated model of the same task class, with the source's weights.
@@ -42,9 +45,12 @@ def upcycle(
 
     - `attention_type="mha"` and `"mae"` (any number of dropped heads): what the source computes. MAE
       gates start uniform.
-    - with `cct_budgets`: what the source computes, at every budget in eval (all gates open, control
-      symbols zero) and close to it in training. The paper's extra LayerNorms stay out
-      (`cct_sublayer_norm=False`).
+    - with `cct_budgets`: what the source computes, at every budget in eval and in training (all gates
+      open, biases of budgets zero). The paper's extra LayerNorms stay out (`cct_sublayer_norm=False`).
+      Fields that are not given are not the paper's but those that keep a pretrained model to its budgets
+      with the least loss: `cct_budget_bias=True`, `cct_control_symbols=False`,
+      `cct_gate_training="hard"`, `cct_noise_max=1`, and where the largest budget is 1, which then is the
+      source's architecture, finetuned beside the others, `cct_full_budget_is_plain=True`.
     - `ffn_type="moe"`: what the source computes; every expert starts as a copy of its feed-forward
       layer (Komatsuzaki et al. 2023, "Sparse Upcycling").
     - `attention_type="moa"`: something else. **It needs further training.** Expert i starts from
@@ -64,6 +70,10 @@ def upcycle(
             Default: the class that the checkpoint names in `architectures`.
         model_class: the same as a class or class name, `MoaBertForMaskedLM` or `BertForMaskedLM`.
         load_kwargs: for a path, arguments of `from_pretrained` (`revision`, `dtype`, `num_labels`).
+        importance: what `hf_moa.importance` measured on the source. With `cct_budgets`, the neurons of
+            each feed-forward layer are sorted by it before they are split into parts, the most important
+            ones into the first, which changes nothing but rounding. Default: parts of neurons as they
+            stand side by side.
         config_fields: fields of the gated configuration, such as `num_attention_experts`.
 
     Returns:
@@ -71,7 +81,8 @@ def upcycle(
 
     Raises:
         ValueError: an unknown field, task or class; a source of another kind; a field that would
-            change what the source computes (`pre_norm`, `cct_sublayer_norm=True`, sizes).
+            change what the source computes (`pre_norm`, `cct_sublayer_norm=True`, sizes); `importance`
+            of another model, or without `cct_budgets`.
     """
     if isinstance(model_or_path, PreTrainedModel):
         if task is not None or model_class is not None or load_kwargs:
@@ -98,7 +109,14 @@ def upcycle(
         for key, tensor in source.state_dict().items()
         if not key.startswith(unused)
     }
-    state = convert(state, family.layout(source.config), config)
+    layout = family.layout(source.config)
+    if importance is not None:
+        if not config.has_cct:
+            raise ValueError(
+                "importance sorts the neurons that CCT's parts are made of: give cct_budgets, too."
+            )
+        sort_neurons(state, layout, importance.neurons, source)
+    state = convert(state, layout, config)
     return _build(target_class, config, state, source)
 
 
@@ -173,7 +191,8 @@ def _target_config(
             f"There are {', '.join(sorted(allowed))}."
         )
     inherited = source.to_dict()
-    for name in ("model_type", "architectures", "auto_map", "transformers_version"):
+    off = [name for mechanism in MECHANISMS.values() for name in mechanism.defaults]
+    for name in ("model_type", "architectures", "auto_map", "transformers_version", *off):
         inherited.pop(name, None)
     if config_fields.get("cct_sublayer_norm"):
         raise ValueError(
@@ -184,7 +203,7 @@ def _target_config(
     head_dim = getattr(source, "d_kv", None) or source.hidden_size // source.num_attention_heads
     chosen = {"attention_type": attention_type} | config_fields
     if chosen.get("cct_budgets") is not None:
-        chosen["cct_sublayer_norm"] = False
+        chosen = default_fields(chosen) | chosen
     if attention_type == "moa":  # whose number of active heads is free
         chosen.setdefault("head_dim", head_dim)
     config = family.config_class(

@@ -36,5 +36,15 @@ class BertLayout(Layout):
             down_bias=state.pop(f"{layer}.output.dense.bias"),
         )
 
+    def write_feed_forward(
+        self, state: dict[str, Tensor], layer: str, weights: FeedForwardWeights
+    ) -> None:
+        for name, weight, bias in (
+            ("intermediate", weights.up, weights.up_bias),
+            ("output", weights.down, weights.down_bias),
+        ):
+            state[f"{layer}.{name}.dense.weight"] = weight
+            state[f"{layer}.{name}.dense.bias"] = bias  # type: ignore[assignment]  # BERT has them
+
     def name_of_feed_forward(self, layer: str) -> str:
         return f"{layer}.feed_forward"

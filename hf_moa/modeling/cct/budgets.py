@@ -15,17 +15,30 @@ from ..core.precision import in_float64, on_device
 
 
 class BudgetIndex(NamedTuple):
-    """Budgets that are already resolved: `position` `[B]` into the distinct budgets."""
+    """Budgets that are already resolved: `position` `[B]` into the distinct budgets, and `known`, that
+    of all sequences, where it is known without a look at the tensor."""
 
     position: Tensor
+    known: int | None = None
 
 
 class Budget(NamedTuple):
-    """The budgets of one call: `index` `[B]` into the distinct budgets, and the control symbols
-    `embedding` `[B, 1, d]`, which are added to all tokens' embeddings; None for none."""
+    """The budgets of one call.
+
+    Attributes:
+        index: `[B]` into the distinct budgets.
+        embedding: the control symbols `[B, 1, d]`, which are added to all tokens' embeddings; None for
+            none.
+        plain: `[B]` bool, the sequences of which all gates are open, whatever they would decide; None
+            for none.
+        is_plain: whether that is so of all sequences, in eval: then gates are not computed. False where
+            only a look at the tensor could tell.
+    """
 
     index: Tensor  # type: ignore[assignment]  # hides the method of tuples
     embedding: Tensor | None
+    plain: Tensor | None = None
+    is_plain: bool = False
 
 
 class BudgetList:
@@ -105,10 +118,9 @@ class BudgetList:
             return budget.position
         if isinstance(budget, Tensor):
             return self._match(on_device(budget, device), batch_size)
-        if budget is not None:
-            return torch.full((batch_size,), self.position(budget), device=device)
-        if not training:
-            return torch.full((batch_size,), self.default, device=device)
+        known = self.known(budget, training=training)
+        if known is not None:
+            return torch.full((batch_size,), known, device=device)
         table = made_on(device, [self.distinct.index(entry) for entry in self.sampled])
         if first is None:
             return table[torch.randint(len(table), (batch_size,), device=device)]
@@ -116,6 +128,18 @@ class BudgetList:
         # shape: (B, list)
         fits = (first.to(device).float().unsqueeze(-1) - firsts).abs() < _tolerance(first)
         return table[torch.multinomial(fits.float(), 1).squeeze(-1)]
+
+    def known(self, budget: Any, *, training: bool) -> int | None:
+        """The index that `resolve` gives all sequences, where no tensor has to be read to tell it."""
+        if budget is None:
+            budget = self.chosen
+        if isinstance(budget, BudgetIndex):
+            return budget.known
+        if isinstance(budget, Tensor):
+            return None
+        if budget is not None:
+            return self.position(budget)
+        return None if training else self.default
 
     def _match(self, budget: Tensor, batch_size: int) -> Tensor:
         shapes = [(batch_size,)] + ([(batch_size, self.width)] if self.width > 1 else [])
@@ -144,7 +168,7 @@ class BudgetList:
 
 
 class BudgetControl(nn.Module):
-    """The budgets of a stack of layers, and a control symbol for each.
+    """The budgets of a stack of layers, and a control symbol for each, where there are such.
 
     Args:
         budgets: a list of numbers; repeats are sampling weights.
@@ -152,6 +176,11 @@ class BudgetControl(nn.Module):
         hidden_size: d.
         symbols_start_at_zero: control symbols of a converted checkpoint start at zero.
         half: in an encoder-decoder model, which number of a pair is this stack's: 0 or 1.
+        has_symbols: whether there are control symbols.
+        full_is_plain: whether a budget of 1 opens all gates, and has no control symbol.
+
+    Attributes:
+        ignores_plain: gates decide at every budget; see `set_cct_gates`.
     """
 
     def __init__(
@@ -162,21 +191,33 @@ class BudgetControl(nn.Module):
         hidden_size: int,
         symbols_start_at_zero: bool,
         half: int | None = None,
+        has_symbols: bool = True,
+        full_is_plain: bool = False,
     ):
         super().__init__()
         self.budgets = BudgetList(budgets, default=default)
         self.symbols_start_at_zero = symbols_start_at_zero
         self.which_half = half  # not `half`, a method of modules
-        self.control_symbols = nn.Embedding(len(self.budgets.distinct), hidden_size)
+        self.has_plain = full_is_plain and self.values[0] == 1
+        self.ignores_plain = False
+        number = len(self.budgets.distinct)
+        symbols = nn.Embedding(number, hidden_size) if has_symbols else None
+        self.register_module("control_symbols", symbols)
 
     def initialize(self, scales: Any = None) -> None:
-        if self.symbols_start_at_zero:
+        if self.symbols_start_at_zero and self.control_symbols is not None:
             init.zeros_(self.control_symbols.weight)
 
     @property
     def values(self) -> list[float]:
         """The distinct budgets that `Budget.index` points into."""
         return self.budgets.names()
+
+    @property
+    def chances(self) -> list[float]:
+        """Of each distinct budget to be drawn by a sequence in training."""
+        drawn = self.budgets.sampled
+        return [drawn.count(entry) / len(drawn) for entry in self.budgets.distinct]
 
     def choose(self, budget: Any) -> None:
         """Use `budget` wherever a call names none; None undoes it."""
@@ -194,10 +235,22 @@ class BudgetControl(nn.Module):
 
     def forward(self, batch_size: int, device: torch.device, budget: Any = None) -> Budget:
         """The budgets of a batch; see `BudgetList.resolve`."""
-        index = self.budgets.resolve(
-            self._own(budget), batch_size=batch_size, device=device, training=self.training
-        )
-        return Budget(index, self.control_symbols(index).unsqueeze(1))
+        own = self._own(budget)
+        index = self.budgets.resolve(own, batch_size=batch_size, device=device, training=self.training)
+        if not self.has_plain or (self.ignores_plain and not self.training):
+            return Budget(index, self._symbols(index))
+        # in training every parameter takes part in every step, for those who wait for its gradient
+        if not self.training and self.budgets.known(own, training=False) == 0:
+            return Budget(index, None, is_plain=True)
+        plain = index == 0
+        symbols = self._symbols(index)
+        if symbols is not None:
+            symbols = symbols.masked_fill(plain[:, None, None], 0)
+        return Budget(index, symbols, plain)
+
+    def _symbols(self, index: Tensor) -> Tensor | None:
+        """`[B, 1, d]`."""
+        return None if self.control_symbols is None else self.control_symbols(index).unsqueeze(1)
 
     def _own(self, budget: Any) -> Any:
         """This stack's half of a pair."""
@@ -233,9 +286,13 @@ class PairedBudgets(BudgetList):
         pair = self.resolve(
             budget, batch_size=batch_size, device=device, training=training, first=encoded
         )
+        known = self.known(budget, training=training)
         encoder, decoder = (
-            BudgetIndex(made_on(device, [control.budgets.position(value) for value in values])[pair])
-            for control, values in zip(controls, zip(*self.distinct, strict=True), strict=True)
+            BudgetIndex(made_on(device, positions)[pair], None if known is None else positions[known])
+            for positions in (
+                [control.budgets.position(value) for value in values]
+                for control, values in zip(controls, zip(*self.distinct, strict=True), strict=True)
+            )
         )
         return encoder, decoder
 

@@ -71,7 +71,8 @@ class CctSwitches(ModelMixin):
                     x.dtype
                 )
 
-        self._budget_controls("set_cct_gates")
+        for control in self._budget_controls("set_cct_gates"):
+            control.ignores_plain = gates is not None
         module: Any
         for module in self.modules():
             if getattr(module, "gate_kind", None) == "cct":

@@ -55,3 +55,13 @@ class Gpt2Layout(Layout):
             down=state.pop(f"{layer}.c_proj.weight").T,
             down_bias=state.pop(f"{layer}.c_proj.bias"),
         )
+
+    def write_feed_forward(
+        self, state: dict[str, Tensor], layer: str, weights: FeedForwardWeights
+    ) -> None:
+        for name, weight, bias in (
+            ("c_fc", weights.up, weights.up_bias),
+            ("c_proj", weights.down, weights.down_bias),
+        ):
+            state[f"{layer}.{name}.weight"] = weight.T.contiguous()
+            state[f"{layer}.{name}.bias"] = bias  # type: ignore[assignment]  # GPT-2 has them

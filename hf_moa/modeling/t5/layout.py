@@ -39,3 +39,11 @@ class T5Layout(Layout):
             linear=None if linear is None else state.pop(f"{layer}.{linear}.weight"),
             down=state.pop(f"{layer}.wo.weight"),
         )
+
+    def write_feed_forward(
+        self, state: dict[str, Tensor], layer: str, weights: FeedForwardWeights
+    ) -> None:
+        up = "wi" if weights.linear is None else "wi_0"
+        state |= {f"{layer}.{up}.weight": weights.up, f"{layer}.wo.weight": weights.down}
+        if weights.linear is not None:
+            state[f"{layer}.wi_1.weight"] = weights.linear
