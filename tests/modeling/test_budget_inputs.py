@@ -106,8 +106,6 @@ def test_hard_gates_decide_in_training_with_the_sigmoids_gradient():
     index = torch.tensor([1, 0, 1])
     torch.manual_seed(3)
     actual = network(x, Budget(index, None))
-    torch.manual_seed(3)
-    chance = torch.sigmoid(logits_of(network, x, index) + 1.7 * torch.randn(3, 7, 3).double())
     assert set(actual.unique().tolist()) == {0.0, 1.0}
     torch.manual_seed(3)
     noise = torch.randn(3, 7, 3, dtype=torch.float64)

@@ -139,8 +139,8 @@ class GatingConfig(CctFields, MoeFields, RouterFields, MoaFields, MaeFields, Kin
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; fields in `kwargs`, which it sets last, are checked with the others. What a
-        configuration lacks means what it did before there was such a field."""
+        """As in transformers; fields in `kwargs`, which it sets last, are checked with the others. A
+        field that is missing means what the model did before there was such a field."""
         refuse_misspelled(cls.__name__, kwargs)
         held = SimpleNamespace(**{name: config_dict.get(name) for name in field_names()})
         for mechanism in mechanisms_of(held):
