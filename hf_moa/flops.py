@@ -8,7 +8,7 @@ embeddings and the pooling of gate inputs are not, as usual.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -138,7 +138,7 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
 
     hooks = [module.register_forward_hook(count, with_kwargs=True) for module in model.modules()]
     try:
-        with _on_meta(model), torch.no_grad():
+        with _on_meta(model), _at_budget(model, controls.values(), budget), torch.no_grad():
             cast("GatedPreTrainedModel", model)._run_to_count(
                 *(torch.zeros(1, length, dtype=torch.long, device="meta") for length in lengths)
             )
@@ -185,6 +185,24 @@ def _tensors(module: nn.Module) -> tuple[dict[str, Tensor | None], ...]:
 
 
 @contextmanager
+def _at_budget(model: nn.Module, controls: Iterable[Any], budget: Any) -> Iterator[None]:
+    """Have the model at a budget; but not at one that leaves out whole parts of matrices: those are
+    counted, and their share subtracted."""
+    lists = [vars(m)["budgets"] for m in model.modules() if hasattr(vars(m).get("budgets"), "chosen")]
+    before = [each.chosen for each in lists]
+    try:
+        if any(control.skips_whole_parts for control in controls):
+            for each in lists:
+                each.chosen = None
+        elif budget is not None:
+            cast("GatedPreTrainedModel", model).set_budget(budget)
+        yield
+    finally:
+        for each, chosen in zip(lists, before, strict=True):
+            each.chosen = chosen
+
+
+@contextmanager
 def _on_meta(model: nn.Module) -> Iterator[None]:
     """Have the model in eval, on the meta device, with implementations that run there."""
     was_training = [module for module in model.modules() if module.training]
@@ -194,9 +212,6 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
         "_experts_implementation_internal": "batched_mm",
     }
     chosen = [(config, {name: getattr(config, name) for name in runs_there}) for config in configs]
-    # nothing is left out but what is subtracted
-    lists = [vars(m)["budgets"] for m in model.modules() if hasattr(vars(m).get("budgets"), "chosen")]
-    chosen_budgets = [each.chosen for each in lists]
     # hooks that gather or move parameters have none to move
     wrapped = [(m, m.__dict__.pop("forward")) for m in model.modules() if "forward" in m.__dict__]
     held = [
@@ -208,16 +223,12 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
     ]
     try:
         model.eval()
-        for each in lists:
-            each.chosen = None
         for config in configs:
             vars(config).update(runs_there)
         for tensors, name, tensor in held:
             tensors[name] = tensor.detach().to("meta")
         yield
     finally:
-        for each, budget in zip(lists, chosen_budgets, strict=True):
-            each.chosen = budget
         for tensors, name, tensor in held:
             tensors[name] = tensor
         for module, forward in wrapped:

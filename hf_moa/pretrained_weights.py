@@ -61,7 +61,6 @@ class Layout:
     Attributes:
         attention, feed_forward: patterns of the name of a weight that each such layer has; the first
             group is the layer's name.
-        size_fields: the configuration's number of heads, of feed-forward neurons, and of layers.
         attention_output, feed_forward_output: the last projection of such a layer, behind its name.
         head_weights, neuron_weights: the weights that hold heads, or neurons, and their axis.
         size_fields: the configuration's numbers of heads, of feed-forward neurons, and of layers.

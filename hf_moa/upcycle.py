@@ -18,8 +18,9 @@ from transformers.utils import logging
 from .families import TASKS, Family, family_of
 from .gated_models import is_instance_by_name, mechanisms_in
 from .importance import Importance
+from .modeling.cct.upcycling import default_fields
 from .modeling.config.gating import GatingConfig
-from .modeling.core.mechanism import field_names
+from .modeling.core.mechanism import MECHANISMS, field_names
 from .pretrained_weights import convert
 from .sorting import sort_by_importance
 
@@ -45,9 +46,12 @@ def upcycle(
 
     - `attention_type="mha"` and `"mae"` (any number of dropped heads): what the source computes. MAE
       gates start uniform.
-    - with `cct_budgets`: what the source computes, at every budget in eval (all gates open, control
-      symbols zero) and close to it in training. The paper's extra LayerNorms stay out
-      (`cct_sublayer_norm=False`).
+    - with `cct_budgets`: what the source computes, at every budget in eval and in training (all gates
+      open, biases of budgets zero). The paper's extra LayerNorms stay out (`cct_sublayer_norm=False`).
+      Fields that are not given are not the paper's but those that keep a pretrained model to its budgets
+      with the least loss: `cct_budget_bias=True`, `cct_control_symbols=False`,
+      `cct_gate_training="hard"`, `cct_noise_max=1`, and where the largest budget is 1, which then is the
+      source's architecture, finetuned beside the others, `cct_full_budget_is_plain=True`.
     - with `nested_budgets`: at budget 1 what the source computes, to the bit, at the others what a part
       of its heads and neurons does. **Those need training**, and `importance` first.
     - `ffn_type="moe"`: what the source computes; every expert starts as a copy of its feed-forward
@@ -79,7 +83,8 @@ def upcycle(
 
     Raises:
         ValueError: an unknown field, task or class; a source of another kind; a field that would
-            change what the source computes (`pre_norm`, `cct_sublayer_norm=True`, sizes).
+            change what the source computes (`pre_norm`, `cct_sublayer_norm=True`, sizes); `importance`
+            of another model.
     """
     if isinstance(model_or_path, PreTrainedModel):
         if task is not None or model_class is not None or load_kwargs:
@@ -184,7 +189,8 @@ def _target_config(
             f"There are {', '.join(sorted(allowed))}."
         )
     inherited = source.to_dict()
-    for name in ("model_type", "architectures", "auto_map", "transformers_version"):
+    off = [name for mechanism in MECHANISMS.values() for name in mechanism.defaults]
+    for name in ("model_type", "architectures", "auto_map", "transformers_version", *off):
         inherited.pop(name, None)
     if config_fields.get("cct_sublayer_norm"):
         raise ValueError(
@@ -195,7 +201,7 @@ def _target_config(
     head_dim = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
     chosen = {"attention_type": attention_type} | config_fields
     if chosen.get("cct_budgets") is not None:
-        chosen["cct_sublayer_norm"] = False
+        chosen = default_fields(chosen) | chosen
     if attention_type == "moa":  # whose number of active heads is free
         chosen.setdefault("head_dim", head_dim)
     config = family.config_class(

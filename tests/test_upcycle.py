@@ -23,7 +23,9 @@ from transformers import (
 
 import hf_moa
 from hf_moa import MoaBertForMaskedLM, MoaBertModel, upcycle
+from hf_moa.families import family_of
 from hf_moa.modeling.routing.routers import TopKRouter
+from hf_moa.pretrained_weights import layers_in
 
 PRESERVING = {
     "mha": {"attention_type": "mha"},
@@ -31,6 +33,7 @@ PRESERVING = {
     "mae-6": {"attention_type": "mae", "mae_num_dropped_heads": 2},
     "uni-mae": {"attention_type": "mae", "mae_gate_type": "uniform"},
     "cct": {"cct_budgets": [1, 0.5, 0.33]},
+    "cct-symbols": {"cct_budgets": [1, 0.5], "cct_budget_bias": False, "cct_gate_training": "soft"},
     "mae-cct": {"attention_type": "mae", "cct_budgets": [1, 0.5]},
     "moe": {"ffn_type": "moe", "num_ffn_experts": 3},
     "moe-cct": {"ffn_type": "moe", "num_ffn_experts": 3, "cct_budgets": [1, 0.5]},
@@ -137,6 +140,89 @@ def test_first_training_step_is_the_sources_bit_for_bit(name, autocast):
     assert torch.equal(*losses)
     for parameter_name, parameter in source.named_parameters():
         assert torch.equal(model.get_parameter(parameter_name).grad, parameter.grad), parameter_name
+
+
+SORTED = {
+    "cct": ("BertForSequenceClassification", {}, {"cct_budgets": [1, 0.5]}),
+    "moe-cct": ("BertForMaskedLM", {}, {"cct_budgets": [1, 0.5], "ffn_type": "moe"}),
+    "gpt2": ("GPT2LMHeadModel", {}, {"cct_budgets": [1, 0.5]}),
+    "t5": ("T5ForConditionalGeneration", {}, {"cct_budgets": [1, 0.5]}),
+    "t5-gated": (
+        "T5ForConditionalGeneration",
+        {"feed_forward_proj": "gated-gelu"},
+        {"cct_budgets": [1, 0.5]},
+    ),
+}
+
+
+def measured(case, source):
+    batch = case.inputs() | case.labels()
+    batch.pop("decoder_input_ids", None)
+    return hf_moa.importance(source, [batch])
+
+
+@pytest.mark.parametrize(("name", "plain", "fields"), SORTED.values(), ids=SORTED)
+def test_parts_are_made_of_neurons_sorted_by_importance(name, plain, fields):
+    case = CASE[name]
+    source = case.build_plain(**plain).double()
+    scores = measured(case, source)
+    model = upcycle(source, importance=scores, **fields)
+    inputs = case.inputs()
+    expected = main_output(source(**inputs))
+    torch.testing.assert_close(main_output(model(**inputs)), expected, atol=1e-11, rtol=1e-11)
+    # the first part alone: what the source computes of its most important quarter
+    model.set_cct_gates(
+        lambda network, x: (
+            (torch.arange(network.num_gates) < (1 if network.num_gates == 4 else 9))
+            .to(x.dtype)
+            .expand(*x.shape[:-1], -1)
+        )
+    )
+    layout = family_of(source.config).layout(source.config)
+    for layer in layers_in(source.state_dict(), layout.feed_forward):
+        score = scores.neurons[layer.removeprefix(f"{source.base_model_prefix}.")]
+        best = score.argsort(descending=True)[: len(score) // 4]
+        kept = torch.zeros_like(score).index_fill(0, best, 1.0)
+        module = source.get_submodule(f"{layer}.{layout.feed_forward_output}")
+        module.register_forward_pre_hook(lambda _, inputs, kept=kept: (inputs[0] * kept,))
+    quarter = main_output(source(**inputs))
+    if fields.get("ffn_type") == "moe":  # whose parts hold a quarter of the bias each
+        assert not torch.allclose(main_output(model(**inputs)), expected, atol=1e-3)
+        return
+    torch.testing.assert_close(main_output(model(**inputs)), quarter, atol=1e-11, rtol=1e-11)
+    assert not torch.allclose(quarter, expected, atol=1e-3)
+
+
+def test_importance_of_a_base_model_fits_its_heads_and_no_other_model():
+    case = CASE["BertForSequenceClassification"]
+    source = case.build_plain()
+    scores = measured(case, source)
+    upcycle(source.base_model, importance=scores, cct_budgets=[1, 0.5])
+    other = CASE["GPT2LMHeadModel"].build_plain()
+    with pytest.raises(ValueError, match=r"importance must have scores of every layer .*h\.0\.attn"):
+        upcycle(other, importance=scores, cct_budgets=[1, 0.5])
+    wider = case.build_plain(intermediate_size=64)
+    with pytest.raises(ValueError, match=r"importance has 48 scores for .*, which has 64"):
+        upcycle(wider, importance=scores, cct_budgets=[1, 0.5])
+
+
+def test_defaults_of_budgets_can_be_overruled():
+    source = source_of()
+    config = upcycle(source, cct_budgets=[1, 0.5]).config
+    assert (config.cct_budget_bias, config.cct_control_symbols) == (True, False)
+    assert (config.cct_gate_training, config.cct_noise_max) == ("hard", 1.0)
+    assert config.cct_full_budget_is_plain
+    assert not upcycle(source, cct_budgets=[0.8, 0.5]).config.cct_full_budget_is_plain
+    assert not upcycle(source, cct_budgets=[1]).config.cct_full_budget_is_plain
+    papers = {
+        "cct_budget_bias": False,
+        "cct_gate_training": "soft",
+        "cct_noise_max": 5.0,
+        "cct_full_budget_is_plain": False,
+    }
+    config = upcycle(source, cct_budgets=[1, 0.5], **papers).config
+    assert config.cct_control_symbols
+    assert {name: getattr(config, name) for name in papers} == papers
 
 
 def test_config_and_labels_are_kept():

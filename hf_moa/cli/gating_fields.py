@@ -17,6 +17,8 @@ _CHOICES = {
     "moa_execution": "MOA_EXECUTIONS",
     "router_type": "ROUTER_TYPES",
     "cct_execution": "CCT_EXECUTIONS",
+    "cct_gate_training": "CCT_GATE_TRAININGS",
+    "cct_budget_loss": "CCT_BUDGET_LOSSES",
 }
 # what a field may be that mechanisms add values to
 _PLAIN = {"attention_type": "mha", "ffn_type": "dense"}

@@ -14,8 +14,8 @@ class QuickstartSettings:
         hidden_size, num_layers, num_heads, ffn_size: of the model.
         mae_gate_hidden_size, cct_gate_hidden_size: of its gates.
         budgets: compute budgets it learns, repeats being sampling weights.
-        cct_noise_max, cct_budget_loss_coef: of CCT. The paper's values (5.0 and 1.0) are for runs a
-            thousand times as long: here they would drown the task.
+        cct_noise_max, cct_budget_loss_coef: of CCT. The paper's noise of 5, and a weight of 1 over the
+            number of budgets, are for runs a thousand times as long: here they would drown the task.
         cct_sublayer_norm: of CCT. Without the extra LayerNorms all gates start open, and so small a
             model learns its task sooner.
         block_length: tokens of a pretraining sequence; also the most positions of the model.
@@ -42,7 +42,7 @@ class QuickstartSettings:
     cct_gate_hidden_size: int = 32
     budgets: tuple[float, ...] = (1.0, 1.0, 0.5, 0.33)
     cct_noise_max: float = 1.0
-    cct_budget_loss_coef: float = 0.3
+    cct_budget_loss_coef: float = 0.1
     cct_sublayer_norm: bool = False
     block_length: int = 64
     mlm_probability: float = 0.25

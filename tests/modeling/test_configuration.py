@@ -81,7 +81,22 @@ BAD = [
     ({"cct_budgets": [1], "cct_num_ffn_splits": 5}, "cct_num_ffn_splits", "5"),
     ({"cct_gate_hidden_size": 0}, "cct_gate_hidden_size", "0"),
     ({"cct_noise_max": -1.0}, "cct_noise_max", "-1.0"),
-    ({"cct_budget_loss_coef": None}, "cct_budget_loss_coef", "None"),
+    ({"cct_budget_loss_coef": -0.5}, "cct_budget_loss_coef", "-0.5"),
+    ({"cct_budget_loss": "max"}, "cct_budget_loss", "max"),
+    ({"cct_gate_training": "noisy"}, "cct_gate_training", "noisy"),
+    ({"cct_budget_bias": 1}, "cct_budget_bias", "1"),
+    ({"cct_budgets": [1, 0.5], "cct_control_symbols": False}, "cct_control_symbols", "False"),
+    ({"cct_budgets": [1, 0.5], "cct_full_budget_is_plain": True}, "cct_sublayer_norm=False", "True"),
+    (
+        {"cct_budgets": [0.5, 0.3], "cct_sublayer_norm": False, "cct_full_budget_is_plain": True},
+        "a budget of 1 and a smaller one",
+        "True",
+    ),
+    (
+        {"cct_budgets": [1, 1.0], "cct_sublayer_norm": False, "cct_full_budget_is_plain": True},
+        "a budget of 1 and a smaller one",
+        "True",
+    ),
     ({"cct_sublayer_norm": "yes"}, "cct_sublayer_norm", "yes"),
     ({"cct_execution": "fast"}, "cct_execution", "fast"),
     ({"pre_norm": 1}, "pre_norm", "1"),
@@ -126,6 +141,21 @@ def test_bad_value_beside_a_directory_is_an_error(tmp_path):
     assert (config.attention_type, unused) == ("mae", {"unknown": 1})
     with pytest.raises(ValueError, match=r"cct_budgets.*\{0.5\}"):
         AutoConfig.from_pretrained(tmp_path, cct_budgets={0.5})
+
+
+def test_a_config_of_before_there_were_fields_means_what_it_did(tmp_path):
+    config = tiny_config(cct_budgets=[1, 0.5], cct_budget_loss_coef=1.0)
+    new = ("cct_gate_training", "cct_budget_bias", "cct_control_symbols", "cct_full_budget_is_plain")
+    old = {k: v for k, v in config.to_dict().items() if k not in (*new, "cct_budget_loss")}
+    loaded = MoaBertConfig.from_dict(old)
+    assert (loaded.cct_budget_loss, loaded.cct_budget_loss_coef) == ("mean", 1.0)
+    assert [getattr(loaded, name) for name in new] == ["soft", False, True, False]
+    loaded.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).cct_budget_loss == "mean"
+    # what is new means what it says
+    assert MoaBertConfig.from_dict(config.to_dict()).cct_budget_loss == "sum"
+    plain = MoaBertConfig.from_dict(old | {"cct_budgets": None})
+    assert plain.cct_budget_loss == "sum"
 
 
 @each_family
@@ -286,6 +316,14 @@ def test_fields_of_others_are_kept():
         ),
         ({"router_type": "noisy_topk"}, "MoaBertConfig.router_type='noisy_topk' does nothing"),
         ({"cct_noise_max": 1.0}, "MoaBertConfig.cct_noise_max=1.0 does nothing: cct is off."),
+        (
+            {"cct_gate_training": "hard"},
+            "MoaBertConfig.cct_gate_training='hard' does nothing: cct is off",
+        ),
+        (
+            {"cct_budgets": [1, 0.5], "cct_budget_loss": "mean", "cct_budget_loss_coef": 0.0},
+            "MoaBertConfig.cct_budget_loss='mean' does nothing: cct_budget_loss_coef is 0.",
+        ),
         ({"attention_type": "mae", "mae_gate_window": 3}, None),
         ({"ffn_type": "moe", "router_type": "noisy_topk", "num_ffn_experts": 3}, None),
         ({"output_router_logits": True}, None),

@@ -65,9 +65,13 @@ def check_against_torch(case, fields):
     counted, _ = run_one_sequence(model, case)
     flops = model.flops(**lengths_of(model))
     # the plain loop over feed-forward experts computes no other than the chosen
-    idle = sum(p.total - p.active for p in flops.parts if p.part == "feed_forward")
+    is_moe = model.config.ffn_type == "moe"
+    idle = sum(p.total - p.active for p in flops.parts if p.part == "feed_forward" and is_moe)
     assert counted == flops.total - idle + products_outside_the_equations(model)
     assert 0 < flops.active <= flops.total
+    if model.config.cct_full_budget_is_plain:
+        assert flops.gating == 0
+        flops = model.flops(**lengths_of(model), budget=0.5)
     assert (flops.gating > 0) == any(
         hasattr(m, "gate_kind") and any(True for _ in m.parameters()) for m in model.modules()
     )

@@ -262,7 +262,9 @@ CCT = (
         "gates are noisy in eval",
         "modeling/cct/control.py",
         {
-            "(~(logits < 0))": "(~(logits + torch.randn_like(logits) * self.noise_scale < 0))",
+            "return _hard(logits)": (
+                "return _hard(logits + torch.randn_like(logits) * self.noise_scale)"
+            ),
         },
         ("modeling/test_cct.py",),
         "noise",
@@ -274,6 +276,38 @@ CCT = (
         {"(~(logits < 0))": "(~(logits <= 0))"},
         ("modeling/test_cct.py",),
         "one_half or noise",
+    ),
+    Mutant(
+        "cct-budget-bias",
+        "gates have the bias of the largest budget at every budget",
+        "modeling/cct/control.py",
+        {"self.budget_bias[budget.index]": "self.budget_bias[0 * budget.index]"},
+        ("modeling/test_budget_inputs.py",),
+        "bias",
+    ),
+    Mutant(
+        "cct-hard-gradient",
+        "hard gates have no gradient in training",
+        "modeling/cct/control.py",
+        {"(chance - chance.detach())": "0 * chance"},
+        ("modeling/test_budget_inputs.py",),
+        "hard",
+    ),
+    Mutant(
+        "cct-full-budget-in-training",
+        "gates decide at the full budget, too, in training",
+        "modeling/cct/budgets.py",
+        {"return Budget(index, symbols, plain)": "return Budget(index, symbols)"},
+        ("modeling/test_budget_inputs.py",),
+        "plain",
+    ),
+    Mutant(
+        "cct-sum-over-budgets",
+        "budgets that are drawn seldom weigh less in the budget loss",
+        "modeling/cct/costs.py",
+        {"weight = weight / made_on(used.device, chances, used.dtype)": "pass"},
+        ("modeling/test_budget_inputs.py",),
+        "budget_loss",
     ),
     Mutant(
         "cct-one-sided-loss",
@@ -442,13 +476,13 @@ TRAINING = (
         "training/trainer.py",
         {
             "            self._begin_update(model, batches, num_items)\n"
-            "        return self._checked(super().training_step(model, inputs, num_items_in_batch))": (
+            "        self._teaching.forget()\n": (
                 "            if self._has_begun:\n"
                 "                loss = super().training_step(model, inputs, num_items_in_batch)\n"
                 "                self._begin_update(model, batches, num_items)\n"
                 "                return self._checked(loss)\n"
                 "            self._begin_update(model, batches, num_items)\n"
-                "        return self._checked(super().training_step(model, inputs, num_items_in_batch))"
+                "        self._teaching.forget()\n"
             )
         },
         ("training/test_gate_descent.py",),

@@ -15,6 +15,7 @@ from ..attention.flow import Attended, AttentionCall, AttentionFlow
 from ..cache.gate_states import gated_layer
 from ..cache.place import CachePlace
 from ..core.records import Record
+from .budgets import Budget
 from .compact_cache import spread_compact
 from .control import ControlNetwork
 from .costs import AttentionCost, AttentionUse, used_and_full
@@ -46,7 +47,7 @@ class AttentionGates(nn.Module):
         is_cross_attention: keys and values come from other tokens, with a control network of
             their own.
         is_causal: queries see no later key.
-        starts_open: see `ControlNetwork`.
+        starts_open, num_budgets, is_hard: see `ControlNetwork`.
         execution: "auto", "sparse" or "dense", in eval.
     """
 
@@ -64,6 +65,8 @@ class AttentionGates(nn.Module):
         is_cross_attention: bool = False,
         is_causal: bool = False,
         starts_open: bool = True,
+        num_budgets: int = 0,
+        is_hard: bool = False,
         execution: str = "auto",
     ):
         super().__init__()
@@ -80,6 +83,8 @@ class AttentionGates(nn.Module):
                 gate_hidden_size=gate_hidden_size,
                 num_gates=num_gates,
                 starts_open=starts_open,
+                num_budgets=num_budgets,
+                is_hard=is_hard,
             )
 
         self.control = network(1 if is_cross_attention else 2)
@@ -95,18 +100,22 @@ class AttentionGates(nn.Module):
         networks = (self.control, self.source_control)
         return any(network.training for network in networks if network is not None)
 
-    def forward(self, hidden_states: Tensor, source: Tensor | None) -> AttentionGateValues:
+    def forward(
+        self, hidden_states: Tensor, source: Tensor | None, budget: Budget | None = None
+    ) -> AttentionGateValues:
         """Gates for the tokens `[B, T, d]` and, in cross-attention, for `source` `[B, S, d]`
         (None where keys and values are cached)."""
-        gates = self.control(hidden_states)
+        gates = self.control(hidden_states, budget)
         if self.source_control is None:
             return AttentionGateValues(kv=gates[..., 0], query=gates[..., 1])
-        kv = None if source is None else self.source_control(source)[..., 0]
+        kv = None if source is None else self.source_control(source, budget)[..., 0]
         return AttentionGateValues(kv=kv, query=gates[..., 0])
 
     def attend(self, layer: AttentionFlow, call: AttentionCall, mix: Any, record: Record) -> Attended:
         """A layer's attention, as the gates let it through. What decides is `forward`."""
-        gates = self(call.hidden_states, call.source)
+        gates = self(call.hidden_states, call.source, call.budget)
+        if call.budget is not None and call.budget.is_plain:
+            return self.attend_all(layer, call, gates, mix, record, all_open=True)
         if may_skip(self, call, gates.query):
             return attend_sparsely(self, layer, call, gates, mix, record)
         return self.attend_all(layer, call, gates, mix, record)

@@ -166,17 +166,21 @@ def compute_fraction(cost: Tensor) -> Tensor:
     return torch.where(full > 0, used / full.clamp(min=1), 1.0)
 
 
-def budget_loss(cost: Tensor, *, index: Tensor, budgets: list[float]) -> Tensor:
-    """`|C_budget - C_util| / C_budget` (Bapna et al. 2020) for each budget in the batch.
+def budget_loss(
+    cost: Tensor, *, index: Tensor, budgets: list[float], chances: list[float] | None = None
+) -> Tensor:
+    """The sum over budgets of `|C_budget - C_util| / C_budget` (Bapna et al. 2020), estimated from a
+    batch; without `chances` the mean over budgets as they are drawn.
 
-    The sequences that drew the same budget form a group: `C_util` is what the group used,
-    `C_budget` its budget times the group's full cost. Groups are weighted by their share of the
-    sequences.
+    The sequences that drew the same budget form a group: `C_util` is what the group used, `C_budget`
+    its budget times the group's full cost. A group weighs as its share of the sequences, divided by the
+    chance of its budget: where a budget's sequences are alike, the expected value over draws is the sum.
 
     Args:
         cost: `[B, 2]`, of each sequence: used, and with all gates open.
         index: `[B]` int64, the budget of each sequence.
         budgets: the distinct budgets that `index` points into.
+        chances: of each to be drawn by a sequence; None for the mean.
 
     Returns:
         A scalar.
@@ -191,8 +195,10 @@ def budget_loss(cost: Tensor, *, index: Tensor, budgets: list[float]) -> Tensor:
     group_full = per_group(full)
     target = group_full * made_on(used.device, budgets, used.dtype)
     excess = (per_group(used) - target).abs() / target.clamp(min=1)
-    share = member.mean(dim=0)
-    return (share * excess * (group_full > 0)).sum()
+    weight = member.mean(dim=0)
+    if chances is not None:
+        weight = weight / made_on(used.device, chances, used.dtype)
+    return (weight * excess * (group_full > 0)).sum()
 
 
 @TOTALS.filled_by("cct")
@@ -207,8 +213,13 @@ def cct_totals(records: list[LayerRecord], call: Call) -> Totals:
     }
     if call.requested["cct_gates"]:
         fields["cct_gates"] = tuple(map(_gates, records))
-    loss = budget_loss(cost, index=index, budgets=values)
-    return Totals({"budget_loss": (call.config.cct_budget_loss_coef, loss)}, fields)
+    is_sum = call.config.cct_budget_loss == "sum"
+    chances = call.control.chances if is_sum else None
+    loss = budget_loss(cost, index=index, budgets=values, chances=chances)
+    coefficient = call.config.cct_budget_loss_coef
+    if coefficient is None:
+        coefficient = 1 / len(values) if is_sum else 1.0
+    return Totals({"budget_loss": (coefficient, loss)}, fields)
 
 
 def _gates(layer: LayerRecord) -> dict[str, Tensor]:

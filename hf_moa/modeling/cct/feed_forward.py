@@ -8,7 +8,6 @@ is in `sparse_feed_forward.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from ..core.linear_slices import is_plain
 from ..core.macs import Macs
 from ..core.records import Record
+from .budgets import Budget
 from .control import ControlNetwork
 from .costs import FeedForwardUse
 from .execution import Execution, GatedParts, choose_execution
@@ -30,7 +30,7 @@ class FeedForwardGate(nn.Module):
         gate_hidden_size: of the control network.
         num_splits: M.
         part_cost: multiply-accumulates of one part for one token.
-        starts_open: see `ControlNetwork`.
+        starts_open, num_budgets, is_hard: see `ControlNetwork`.
         execution: "auto", "sparse" or "dense", in eval.
     """
 
@@ -43,6 +43,8 @@ class FeedForwardGate(nn.Module):
         part_cost: int,
         starts_open: bool,
         execution: str,
+        num_budgets: int = 0,
+        is_hard: bool = False,
     ):
         super().__init__()
         self.cct_execution = execution
@@ -53,15 +55,21 @@ class FeedForwardGate(nn.Module):
             gate_hidden_size=gate_hidden_size,
             num_gates=num_splits,
             starts_open=starts_open,
+            num_budgets=num_budgets,
+            is_hard=is_hard,
         )
 
-    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Record]:
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None, budget: Budget | None = None
+    ) -> tuple[Tensor, Record]:
         """`[B, T, d]` -> gates `[B, T, M]`, and the record of their use."""
-        gates = self.control(hidden_states)
+        gates = self.control(hidden_states, budget)
         return gates, Record(use=FeedForwardUse(self.part_cost, gates, padding_mask))
 
-    def choose_execution(self, gates: Tensor) -> Execution:
+    def choose_execution(self, gates: Tensor, budget: Budget | None = None) -> Execution:
         """How this call is computed."""
+        if budget is not None and budget.is_plain:
+            return Execution.ALL_OPEN
         if self.training or self.control.training:
             return Execution.GATED
         return choose_execution(self.cct_execution, GatedParts(gates, self.part_cost))
@@ -83,11 +91,11 @@ class FeedForwardGate(nn.Module):
         up: Sequence[nn.Module],
         activation: Callable[..., Tensor],
         down: nn.Module,
-        budget: Any = None,
+        budget: Budget | None = None,
     ) -> tuple[Tensor, Record]:
         """A dense layer with its slices gated; see `feed_forward.layers.gated_dense`."""
-        gates, record = self(x, padding_mask)
-        execution = self.choose_execution(gates)
+        gates, record = self(x, padding_mask, budget)
+        execution = self.choose_execution(gates, budget)
         if execution is Execution.SUBSET and is_plain(down) and all(map(is_plain, up)):
             return sparse_slices(x, gates, up=up, activation=activation, down=down), record
         hidden = activation(*(matrix(x) for matrix in up))
@@ -124,11 +132,11 @@ class GatedFeedForward(nn.Module):
         self.output_norms = nn.ModuleList(norm(hidden_size) for _ in parts)
 
     def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, budget: Any = None
+        self, hidden_states: Tensor, padding_mask: Tensor | None, budget: Budget | None = None
     ) -> tuple[Tensor, Record]:
         """`[B, T, d]` -> `[B, T, d]` and the record, with the routings of parts that have experts."""
-        gates, record = self.gate(hidden_states, padding_mask)
-        execution = self.gate.choose_execution(gates)
+        gates, record = self.gate(hidden_states, padding_mask, budget)
+        execution = self.gate.choose_execution(gates, budget)
         networks = list(zip(self.input_norms, self.parts, self.output_norms, strict=True))
         if execution is Execution.SUBSET and self.computes_tokens_alone:
             return sparse_parts(hidden_states, gates, networks), record

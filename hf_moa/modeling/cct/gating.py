@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..attention.multi_head import MultiHead
-from ..core.budgets import PairedBudgets
+from ..core.budgets import BudgetList, PairedBudgets
 from ..core.slots import GATINGS
 from .attention import AttentionGates
 from .budgets import BudgetControl
@@ -36,7 +36,6 @@ class CctGating:
         """The gates of an attention layer; `output_dropout` is the backbone's behind its projection."""
         return AttentionGates(
             hidden_size=hidden_size,
-            gate_hidden_size=config.cct_gate_hidden_size,
             num_heads=mixture.num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=mixture.head_dim,
@@ -45,8 +44,7 @@ class CctGating:
             context_dropout=output_dropout - CctGating.output_dropout(config, output_dropout),
             is_cross_attention=is_cross_attention,
             is_causal=is_causal,
-            starts_open=not config.cct_sublayer_norm,
-            execution=config.cct_execution,
+            **_network_options(config),
         )
 
     @staticmethod
@@ -87,11 +85,9 @@ class CctGating:
         num_splits = config.cct_num_ffn_splits
         return FeedForwardGate(
             hidden_size=hidden_size,
-            gate_hidden_size=config.cct_gate_hidden_size,
             num_splits=num_splits,
             part_cost=matrices * hidden_size * active * (intermediate_size // num_splits),
-            starts_open=not config.cct_sublayer_norm,
-            execution=config.cct_execution,
+            **_network_options(config),
         )
 
     @staticmethod
@@ -103,12 +99,26 @@ class CctGating:
             half=config.budget_half,
             hidden_size=config.hidden_size,
             symbols_start_at_zero=not config.cct_sublayer_norm,
+            has_symbols=config.cct_control_symbols,
+            full_is_plain=config.cct_full_budget_is_plain,
         )
 
     @staticmethod
     def pairs(config: Any) -> PairedBudgets:
         """The budgets of an encoder and a decoder together."""
         return PairedBudgets(config.budget_pairs, field="cct_budgets")
+
+
+def _network_options(config: Any) -> dict[str, Any]:
+    """What all of a stack's gates have in common."""
+    num_budgets = len(BudgetList(config.stack_budgets, field="cct_budgets").distinct)
+    return {
+        "gate_hidden_size": config.cct_gate_hidden_size,
+        "starts_open": not config.cct_sublayer_norm,
+        "num_budgets": num_budgets if config.cct_budget_bias else 0,
+        "is_hard": config.cct_gate_training == "hard",
+        "execution": config.cct_execution,
+    }
 
 
 def _sublayer_norm(config: Any, norm: Norm) -> Norm:

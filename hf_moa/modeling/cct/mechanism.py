@@ -9,6 +9,8 @@ from ..core.fields import check_bool, check_choice, check_int, check_number, fai
 from ..core.mechanism import Mechanism
 
 CCT_EXECUTIONS = ("auto", "sparse", "dense")
+CCT_GATE_TRAININGS = ("soft", "hard")
+CCT_BUDGET_LOSSES = ("sum", "mean")
 
 
 @dataclass(kw_only=True, repr=False)
@@ -24,7 +26,23 @@ class CctFields:
         cct_noise_max (`float`, defaults to 5.0):
             Final scale of the noise on the gates' logits. 5 is the paper's; gates of a pretrained model
             start open, and want about 1.
-        cct_budget_loss_coef (`float`, defaults to 1.0): weight of the budget loss.
+        cct_gate_training (`str`, defaults to `"soft"`):
+            Gates in training: `"soft"` are the paper's noisy sigmoids, `"hard"` decide as in eval and
+            have the sigmoids' gradients (straight-through).
+        cct_budget_bias (`bool`, defaults to `False`):
+            A bias of each budget on each gate's logit, so that budgets reach gates directly. (Not the
+            paper's; `upcycle` switches it on.)
+        cct_control_symbols (`bool`, defaults to `True`):
+            The paper's control symbols: an embedding of the budget, added to those of all tokens.
+            (`upcycle` leaves them out where gates have a bias.)
+        cct_full_budget_is_plain (`bool`, defaults to `False`):
+            At a budget of 1 all gates are open, and in eval not computed: the model is a plain one, like
+            that it was converted from, and as fast. (`upcycle` switches it on.)
+        cct_budget_loss (`str`, defaults to `"sum"`):
+            The budget loss is the paper's `"sum"` over budgets, whatever their sampling weights, or
+            the `"mean"` of them as sampled, as in checkpoints of version 0.2.
+        cct_budget_loss_coef (`float` or `None`, defaults to `None`):
+            Weight of the budget loss. `None` is 1 / (number of budgets) for the sum, 1 for the mean.
         cct_sublayer_norm (`bool`, defaults to `True`):
             The paper's extra LayerNorms inside the sub-layers. `False` leaves them out, so that a
             converted pretrained checkpoint starts as the same function.
@@ -43,10 +61,58 @@ class CctFields:
     cct_num_ffn_splits: int = 4
     cct_gate_hidden_size: int = 128
     cct_noise_max: float = 5.0
-    cct_budget_loss_coef: float = 1.0
+    cct_gate_training: str = "soft"
+    cct_budget_bias: bool = False
+    cct_control_symbols: bool = True
+    cct_full_budget_is_plain: bool = False
+    cct_budget_loss: str = "sum"
+    cct_budget_loss_coef: float | None = None
     cct_sublayer_norm: bool = True
     cct_execution: str = "auto"
     output_cct_gates: bool = False
+
+
+def has_full_budget(budgets: Any) -> bool:
+    """Whether a budget is 1, or one of a pair, and another is not."""
+    if not isinstance(budgets, (list, tuple)):
+        return False
+    numbers = [n for b in budgets for n in (b if isinstance(b, (list, tuple)) else [b])]
+    return 1 in numbers and any(n != 1 for n in numbers)
+
+
+_SWITCHES = (
+    "cct_sublayer_norm",
+    "cct_budget_bias",
+    "cct_control_symbols",
+    "cct_full_budget_is_plain",
+)
+
+
+def _check_budget_inputs(config: Any) -> None:
+    """How budgets reach gates."""
+    if len(config.listed_budgets) > 1 and not (config.cct_budget_bias or config.cct_control_symbols):
+        fail(
+            config,
+            "cct_control_symbols",
+            "must be True where cct_budget_bias is False: no gate could tell one budget from another",
+        )
+    if not config.cct_full_budget_is_plain:
+        return
+    if config.cct_sublayer_norm:
+        rule = "needs cct_sublayer_norm=False: with the extra norms no budget is the plain model's"
+        fail(config, "cct_full_budget_is_plain", rule)
+    if not has_full_budget(config.cct_budgets):
+        fail(
+            config,
+            "cct_full_budget_is_plain",
+            f"needs a budget of 1 and a smaller one in cct_budgets={config.cct_budgets!r}",
+        )
+
+
+def _unused(config: Any) -> dict[str, str]:
+    if config.cct_budget_loss_coef == 0:
+        return {"cct_budget_loss": "cct_budget_loss_coef is 0"}
+    return {}
 
 
 def _check_cct(config: Any) -> None:
@@ -54,10 +120,14 @@ def _check_cct(config: Any) -> None:
     check_int(config, "cct_num_ffn_splits", minimum=1)
     check_int(config, "cct_gate_hidden_size", minimum=1)
     check_number(config, "cct_noise_max", minimum=0.0)
-    check_number(config, "cct_budget_loss_coef", minimum=0.0)
-    check_bool(config, "cct_sublayer_norm")
+    check_choice(config, "cct_gate_training", CCT_GATE_TRAININGS)
+    check_choice(config, "cct_budget_loss", CCT_BUDGET_LOSSES)
+    check_number(config, "cct_budget_loss_coef", minimum=0.0, optional=True)
+    for name in _SWITCHES:
+        check_bool(config, name)
     if CCT.is_on(config):
         config.validate_budgets()
+        _check_budget_inputs(config)
         if config.ffn_size % config.cct_num_ffn_splits != 0:
             fail(config, "cct_num_ffn_splits", f"must divide the feed-forward size {config.ffn_size}")
 
@@ -68,7 +138,9 @@ CCT = Mechanism(
     prefixes=("cct_",),
     is_on=lambda config: config.cct_budgets is not None,
     check=_check_cct,
-    shape_fields=("cct_num_ffn_splits", "cct_gate_hidden_size"),
+    unused=_unused,
+    of_old={"cct_budget_loss": "mean"},
+    shape_fields=("cct_num_ffn_splits", "cct_gate_hidden_size", "cct_budget_bias"),
     gate_kind="cct",
     gate_name="control",
     gate_words="CCT control networks",

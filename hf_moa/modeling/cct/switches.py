@@ -62,6 +62,8 @@ class CctSwitches(ModelMixin):
         for module in self.modules():
             if getattr(module, "gate_kind", None) == "cct":
                 module.forced = gates
+            elif "ignores_plain" in vars(module):
+                module.ignores_plain = gates is not None
 
     def set_cct_noise_scale(self, scale: float) -> None:
         """Set alpha, the scale of the noise on CCT's gates in training (Bapna et al. 2020).

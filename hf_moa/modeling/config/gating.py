@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
@@ -20,7 +21,14 @@ from transformers.utils import logging
 
 from ..cct.mechanism import CCT, CctFields
 from ..core.fields import check_bool, check_choice, check_int, check_number, fail, is_budget
-from ..core.mechanism import MECHANISMS, attention_types, ffn_types, field_names, register
+from ..core.mechanism import (
+    MECHANISMS,
+    attention_types,
+    ffn_types,
+    field_names,
+    mechanisms_of,
+    register,
+)
 from ..core.mixins import ConfigMixin
 from ..mae.mechanism import MAE, MaeFields
 from ..moa.mechanism import MOA, MoaFields
@@ -134,8 +142,12 @@ class GatingConfig(
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; fields in `kwargs`, which it sets last, are checked with the others."""
+        """As in transformers; fields in `kwargs`, which it sets last, are checked with the others. A
+        field that is missing means what the model did before there was such a field."""
         refuse_misspelled(cls.__name__, kwargs)
+        held = SimpleNamespace(**{name: config_dict.get(name) for name in field_names()})
+        for mechanism in mechanisms_of(held):
+            config_dict = mechanism.of_old | config_dict
         token = _loads.set(True)
         try:
             found = super().from_dict(config_dict, **kwargs)

@@ -17,9 +17,11 @@ from .precision import in_float64, on_device
 
 
 class BudgetIndex(NamedTuple):
-    """Budgets that are already resolved: `position` `[B]` into the distinct budgets."""
+    """Budgets that are already resolved: `position` `[B]` into the distinct budgets, and `known`, that
+    of all sequences, where it is known without a look at the tensor."""
 
     position: Tensor
+    known: int | None = None
 
 
 class BudgetList:
@@ -101,10 +103,9 @@ class BudgetList:
             return budget.position
         if isinstance(budget, Tensor):
             return self.match(on_device(budget, device), batch_size)
-        if budget is not None:
-            return torch.full((batch_size,), self.position(budget), device=device)
-        if not training:
-            return torch.full((batch_size,), self.default, device=device)
+        known = self.known(budget, training=training)
+        if known is not None:
+            return torch.full((batch_size,), known, device=device)
         table = made_on(device, [self.distinct.index(entry) for entry in self.sampled])
         if first is None:
             return table[torch.randint(len(table), (batch_size,), device=device)]
@@ -112,6 +113,18 @@ class BudgetList:
         # shape: (B, list)
         fits = (first.to(device).float().unsqueeze(-1) - firsts).abs() < _tolerance(first)
         return table[torch.multinomial(fits.float(), 1).squeeze(-1)]
+
+    def known(self, budget: Any, *, training: bool) -> int | None:
+        """The index that `resolve` gives all sequences, where no tensor has to be read to tell it."""
+        if budget is None:
+            budget = self.chosen
+        if isinstance(budget, BudgetIndex):
+            return budget.known
+        if isinstance(budget, Tensor):
+            return None
+        if budget is not None:
+            return self.position(budget)
+        return None if training else self.default
 
     def match(self, budget: Tensor, batch_size: int) -> Tensor:
         shapes = [(batch_size,)] + ([(batch_size, self.width)] if self.width > 1 else [])
@@ -161,6 +174,12 @@ class BudgetHolder(nn.Module):
     def values(self) -> list[float]:
         """The distinct budgets that `Budget.index` points into."""
         return self.budgets.names()
+
+    @property
+    def chances(self) -> list[float]:
+        """Of each distinct budget to be drawn by a sequence in training."""
+        drawn = self.budgets.sampled
+        return [drawn.count(entry) / len(drawn) for entry in self.budgets.distinct]
 
     def choose(self, budget: Any) -> None:
         """Use `budget` wherever a call names none; None undoes it."""
@@ -224,9 +243,13 @@ class PairedBudgets(BudgetList):
         pair = self.resolve(
             budget, batch_size=batch_size, device=device, training=training, first=encoded
         )
+        known = self.known(budget, training=training)
         encoder, decoder = (
-            BudgetIndex(made_on(device, [control.budgets.position(value) for value in values])[pair])
-            for control, values in zip(controls, zip(*self.distinct, strict=True), strict=True)
+            BudgetIndex(made_on(device, positions)[pair], None if known is None else positions[known])
+            for positions in (
+                [control.budgets.position(value) for value in values]
+                for control, values in zip(controls, zip(*self.distinct, strict=True), strict=True)
+            )
         )
         return encoder, decoder
 

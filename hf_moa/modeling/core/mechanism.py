@@ -7,7 +7,7 @@ A mechanism is a folder. Its `mechanism.py` has the fields of its configuration,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -28,6 +28,8 @@ class Mechanism:
         check: raises a ValueError for fields that break a rule, of any configuration.
         unused: the fields that do nothing in a configuration where the mechanism is on, each with the
             reason.
+        of_old: what a saved configuration means that lacks one of its fields, where that is not the
+            default: it was saved before there was such a field.
         prefixes: what the names of its fields begin with.
         attention_type: the value of that field that chooses it; None where none does.
         ffn_type: the same of that field.
@@ -47,6 +49,7 @@ class Mechanism:
     is_on: Callable[[Any], bool]
     check: Callable[[Any], None] = _nothing
     unused: Callable[[Any], dict[str, str]] = lambda config: {}
+    of_old: dict[str, Any] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()
     attention_type: str | None = None
     ffn_type: str | None = None
@@ -71,7 +74,7 @@ class Mechanism:
     @property
     def defaults(self) -> dict[str, Any]:
         """Its fields and their defaults."""
-        return {field.name: field.default for field in fields(self.fields)}
+        return {each.name: each.default for each in fields(self.fields)}
 
 
 MECHANISMS: dict[str, Mechanism] = {}

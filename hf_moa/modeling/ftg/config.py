@@ -66,7 +66,8 @@ class FTGConfig(PeftConfig):
         modules_to_save (`list[str]`, *optional*): further modules to train and save, such as a
             classifier. With `task_type` "SEQ_CLS" or "TOKEN_CLS", PEFT adds heads named `classifier` or
             `score` by itself (T5's, "classification_head", belongs here). A CCT model that was just
-            converted needs "control_symbols" here, or no gate can tell one budget from another.
+            converted with `cct_budget_bias=False` needs "control_symbols" here, or no gate can tell one
+            budget from another.
         layers_to_transform (`int` or `list[int]`, *optional*): the layers to train; default: all. T5's
             encoder and decoder each count from 0.
         target_modules (`str` or `list[str]`, *optional*): names of the modules to train, instead of

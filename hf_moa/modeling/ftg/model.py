@@ -194,7 +194,10 @@ def _output_projections(model: nn.Module) -> list[str]:
 
 
 def _warn_of_budgets_that_look_the_same(model: nn.Module, config: FTGConfig) -> None:
-    """Gates cannot tell budgets apart while the symbols that stand for them are all zero."""
+    """Gates without a bias for each budget cannot tell budgets apart while the symbols that stand for
+    them are all zero."""
+    if any(module._parameters.get("budget_bias") is not None for module in model.modules()):
+        return
     chosen = (config.modules_to_save, config.target_modules)
     names = [name for each in chosen for name in ([each] if isinstance(each, str) else each or [])]
     if "cct" not in config.gates or any(name.split(".")[-1] == "control_symbols" for name in names):
