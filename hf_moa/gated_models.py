@@ -54,3 +54,11 @@ def gated_model_of(model: nn.Module) -> GatedPreTrainedModel:
         f"model must be one of hf_moa's, which have gates (got {type(model).__name__}); "
         "`hf_moa.upcycle` makes one of a BERT, GPT-2 or T5."
     )
+
+
+def auto_class_names(config: Any) -> dict[str, str]:
+    """A family's classes -> the auto class that loads each, by name; the first where several do."""
+    names: dict[str, str] = {}
+    for auto_class, name in config.auto_classes.items():
+        names.setdefault(name, auto_class)
+    return names

@@ -1,4 +1,4 @@
-"""Makes the models known to transformers' auto classes, and to PEFT.
+"""Makes the models known to transformers' auto classes and plain classes, and to PEFT.
 
 `import hf_moa` does this, and so imports every model: the auto classes take classes; names they take
 only of transformers' own. It cannot wait until the auto classes are imported:
@@ -14,6 +14,7 @@ from .families import FAMILIES
 from .modeling.checkpoint_code import write_code
 from .modeling.core.family import Family
 from .peft_registration import register_with_peft
+from .plain_classes import load_as_gated
 
 
 def _register(family: Family) -> None:
@@ -21,15 +22,12 @@ def _register(family: Family) -> None:
     config_class = family.config_class
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     config_class.write_code = write_code
-    auto_classes = [*config_class.auto_classes.items(), *family.more_auto_classes.items()]
-    for auto_name, model_name in auto_classes:
-        auto_class = getattr(transformers, auto_name)
-        auto_class.register(config_class, getattr(family.models, model_name), exist_ok=True)
-        # `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES` and so on: `Trainer` shifts labels of the classes there,
-        # pipelines and other libraries tell by them what a model is
-        auto_class._model_mapping._model_mapping[config_class.model_type] = model_name
+    for auto_name, model_name in config_class.auto_classes.items():
+        model_class = getattr(family.models, model_name)
+        getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
     tokenizer_class = getattr(transformers, family.tokenizer)
     transformers.AutoTokenizer.register(config_class, tokenizer_class, exist_ok=True)
+    load_as_gated(family)
     # adapters of version 0.1 name the module of their base so
     sys.modules[f"hf_moa.modeling.modeling_{config_class.model_type}"] = family.models
 

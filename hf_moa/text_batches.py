@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_moa.extras import from_extra
+from hf_moa.gated_models import auto_class_names
 
 with from_extra("analysis"):
     from datasets import Dataset, load_dataset
@@ -131,8 +132,7 @@ class TextBatches:
     ):
         self.data = data
         self.tokenizer = tokenizer
-        autos = {name: auto for auto, name in model.config.auto_classes.items()}
-        self.kind = autos.get(type(model).__name__)
+        self.kind = auto_class_names(model.config).get(type(model).__name__)
         self.batch_size = batch_size
         self.seed = seed
         positions = getattr(model.config, "max_position_embeddings", None) or 512

@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_moa.expert_load import expert_load_table
 from hf_moa.families import family_of
-from hf_moa.gated_models import is_instance_by_name
+from hf_moa.gated_models import auto_class_names, is_instance_by_name
 from hf_moa.hub_names import is_hub_id
 from hf_moa.markdown import cell, union_table
 from hf_moa.modeling.config.gating import GatingConfig
@@ -157,7 +157,7 @@ def model_card(
 def _class_of(config: GatedPreTrainedConfig, model_class: type | str | None) -> tuple[str, str, str]:
     """The family's class that a model is (of a class derived from it, its parent; without any, the base
     model), the auto class that loads it, and its task on the Hub: of `MoaBertForMaskedLM`, fill-mask."""
-    auto_classes = {known: auto for auto, known in config.auto_classes.items()}
+    auto_classes = auto_class_names(config)
     names = [model_class] if model_class else config.architectures or []
     if isinstance(model_class, type):
         names = [parent.__name__ for parent in model_class.__mro__]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from hf_moa.gated_models import auto_class_names
 from hf_moa.modeling.core.precision import at_least_float32
 from hf_moa.modeling.core.task_losses import IGNORE_INDEX, next_token_labels, token_share
 
@@ -180,8 +181,9 @@ _LABELS = ("labels", "start_positions", "end_positions")
 
 def load_teacher(path: str | os.PathLike, student: PreTrainedModel) -> PreTrainedModel:
     """The model of a folder or a Hub id with the head that a student has."""
-    classes = getattr(student.config, "auto_classes", {})
-    auto = {name: auto for auto, name in classes.items()}.get(type(student).__name__)
+    config = student.config
+    known = auto_class_names(config) if hasattr(config, "auto_classes") else {}
+    auto = known.get(type(student).__name__)
     loads: Any = type(student) if auto is None else getattr(transformers, auto)
     return loads.from_pretrained(path)
 

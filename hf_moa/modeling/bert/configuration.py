@@ -43,6 +43,8 @@ class MoaBertConfig(GatingConfig, BertConfig):
         "AutoModelForTokenClassification": "MoaBertForTokenClassification",
         "AutoModelForQuestionAnswering": "MoaBertForQuestionAnswering",
         "AutoModelForMultipleChoice": "MoaBertForMultipleChoice",
+        "AutoModelForPreTraining": "MoaBertForMaskedLM",
+        "AutoModelForTextEncoding": "MoaBertModel",
     }
     backbone_sizes: ClassVar[tuple[str, ...]] = (
         "vocab_size",

@@ -19,10 +19,6 @@ BERT = Family(
         "fill-mask": "ForMaskedLM",
         "multiple-choice": "ForMultipleChoice",
     },
-    more_auto_classes={
-        "AutoModelForPreTraining": "MoaBertForMaskedLM",
-        "AutoModelForTextEncoding": "MoaBertModel",
-    },
     extra_fields=("num_attention_heads", "head_dim", "pre_norm", "sparse_prediction"),
     # Pretraining checkpoints hold a masked language model; their next-sentence head has no use here.
     aliases={"BertForPreTraining": ("BertForMaskedLM", ("bert.pooler.", "cls.seq_relationship."))},

@@ -35,6 +35,8 @@ from ..moa.mechanism import MOA, MoaFields
 from ..moe.mechanism import MOE, MoeFields
 from ..nested.mechanism import NESTED, NestedFields
 from ..routing.mechanism import ROUTER, RouterFields
+from .class_names import enter_class_names
+from .plain_models import refuse_in_plain_models
 
 logger = logging.get_logger(__name__)
 
@@ -103,7 +105,8 @@ class GatingConfig(
     # None, since transformers copies that.
     write_code: ClassVar[Callable[..., None] | None] = None
 
-    # `AutoModel*` -> the family's class, by name; a subclass fills it in.
+    # `AutoModel*` -> the family's class, by name; a subclass fills it in. Model cards name the first of
+    # several that have one class.
     auto_classes: ClassVar[dict[str, str]] = {}
     # fields of the backbone
     backbone_sizes: ClassVar[tuple[str, ...]] = ()
@@ -115,6 +118,12 @@ class GatingConfig(
         "cache",
         *GATING_OUTPUT_FIELDS,
     ]
+
+    def __init_subclass__(cls, *args: Any, **kwargs: Any):
+        super().__init_subclass__(*args, **kwargs)
+        if "auto_classes" in vars(cls):
+            enter_class_names(cls)
+            refuse_in_plain_models(cls)
 
     def __post_init__(self, **kwargs: Any):
         # Read from the directory of a plain backbone, a config must not keep that one's type.

@@ -32,8 +32,6 @@ class Family:
         extra_fields: configuration fields that `upcycle` takes beside the gating ones.
         aliases: a class without a gated one -> the class that stands for it, and the prefixes of the
             weights which that one has no use for.
-        more_auto_classes: auto classes that give one of its models, beside the configuration's
-            `auto_classes`, which checkpoints name.
     """
 
     model_type: str
@@ -45,7 +43,6 @@ class Family:
     own_tasks: dict[str, str]
     extra_fields: tuple[str, ...] = ("num_attention_heads", "head_dim")
     aliases: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    more_auto_classes: dict[str, str] = field(default_factory=dict)
 
     @property
     def tasks(self) -> dict[str, str]:

@@ -36,6 +36,7 @@ class MoaGPT2Config(GatingConfig, GPT2Config):
         "AutoModelForSequenceClassification": "MoaGPT2ForSequenceClassification",
         "AutoModelForTokenClassification": "MoaGPT2ForTokenClassification",
         "AutoModelForQuestionAnswering": "MoaGPT2ForQuestionAnswering",
+        "AutoModelForPreTraining": "MoaGPT2LMHeadModel",
     }
     backbone_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "n_positions", "n_embd", "n_layer")
     backbone_dropouts: ClassVar[tuple[str, ...]] = (

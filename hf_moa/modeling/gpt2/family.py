@@ -15,5 +15,4 @@ GPT2 = Family(
     tokenizer="GPT2Tokenizer",
     layout=Gpt2Layout,
     own_tasks={"feature-extraction": "Model", "text-generation": "LMHeadModel"},
-    more_auto_classes={"AutoModelForPreTraining": "MoaGPT2LMHeadModel"},
 )

@@ -44,6 +44,7 @@ class MoaT5Config(GatingConfig, T5Config):
         "AutoModelForSequenceClassification": "MoaT5ForSequenceClassification",
         "AutoModelForTokenClassification": "MoaT5ForTokenClassification",
         "AutoModelForQuestionAnswering": "MoaT5ForQuestionAnswering",
+        "AutoModelForPreTraining": "MoaT5ForConditionalGeneration",
     }
     keys_to_ignore_at_inference: ClassVar[list[str]] = [  # type: ignore[misc]  # no field
         *GatingConfig.keys_to_ignore_at_inference,

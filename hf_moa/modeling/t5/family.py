@@ -19,5 +19,4 @@ T5 = Family(
         "text2text-generation": "ForConditionalGeneration",
         "text-encoding": "EncoderModel",
     },
-    more_auto_classes={"AutoModelForPreTraining": "MoaT5ForConditionalGeneration"},
 )
