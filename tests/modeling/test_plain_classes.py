@@ -64,7 +64,7 @@ def test_plain_checkpoints_load_as_before(case, tmp_path):
 def test_class_without_a_gated_one_refuses_a_gated_checkpoint(tmp_path):
     case = CASE["BertModel"]
     case.build(attention_type="mae").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="BertLMHeadModel must have .* without gates"):
+    with pytest.raises(ValueError, match=r"BertLMHeadModel must have .* without gates"):
         transformers.BertLMHeadModel.from_pretrained(tmp_path)
 
 
