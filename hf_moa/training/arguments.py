@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from .budget_sampling import BUDGET_SAMPLINGS
 from .gate_descent import MAE_TRAININGS, check_gate_every_n_epochs, check_gate_learning_rate
 
 
@@ -60,26 +58,6 @@ class GateTrainingArguments:
         },
     )
 
-    budget_sampling: str = field(
-        default="draw",
-        metadata={
-            "help": "Models with budgets: draw (each step has budgets that are drawn) or all (every "
-            "step runs once at each budget, gradients averaged).",
-            "choices": BUDGET_SAMPLINGS,
-        },
-    )
-    distillation_weight: float = field(
-        default=0.5,
-        metadata={"help": "With a teacher: what its probabilities weigh against the labels, 0 to 1."},
-    )
-    distillation_temperature: float = field(
-        default=2.0, metadata={"help": "With a teacher: the temperature of both's probabilities."}
-    )
-    distillation_hidden_weight: float = field(
-        default=1.0,
-        metadata={"help": "With a teacher: weight of the relative error of the last hidden states."},
-    )
-
     def __post_init__(self):
         super().__post_init__()  # type: ignore[misc]  # of the training arguments, behind this class
         self.check_gate_training()
@@ -104,22 +82,6 @@ class GateTrainingArguments:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False (got {getattr(self, name)!r}).")
         check_noise_steps(self.cct_noise_steps)
-        if self.budget_sampling not in BUDGET_SAMPLINGS:
-            choices = " or ".join(map(repr, BUDGET_SAMPLINGS))
-            raise ValueError(f"budget_sampling must be {choices} (got {self.budget_sampling!r}).")
-        _check_number("distillation_weight", self.distillation_weight, most=1.0)
-        _check_number("distillation_temperature", self.distillation_temperature, above_zero=True)
-        _check_number("distillation_hidden_weight", self.distillation_hidden_weight)
-
-
-def _check_number(
-    name: str, value: Any, *, most: float = float("inf"), above_zero: bool = False
-) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-    if not is_number or not 0 <= value <= most or (above_zero and value == 0):
-        least = "above 0" if above_zero else "of at least 0"
-        limit = f" and at most {most:g}" if isfinite(most) else ""
-        raise ValueError(f"{name} must be a number {least}{limit} (got {value!r}).")
 
 
 @dataclass
@@ -149,12 +111,6 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
         cct_noise_steps (`float`, *optional*): optimiser steps over which CCT's noise grows linearly to
             `config.cct_noise_max` (Bapna et al. 2020); below 1, that part of the run; -1, all of it.
             Default: -1 for a model with CCT.
-        budget_sampling (`str`, defaults to `"draw"`): `"draw"`, each call of a training step has a
-            budget that the model draws (CCT: each sequence); `"all"`, each micro-batch runs at every
-            budget, and the gradients are averaged.
-        distillation_weight (`float`, defaults to 0.5), distillation_temperature (`float`, defaults to
-            2), distillation_hidden_weight (`float`, defaults to 1): w, T and v of
-            `hf_moa.training.distillation`, where the trainer has a teacher.
 
     Raises:
         ValueError: a value breaks its rule; the message names the field, the rule and the value.

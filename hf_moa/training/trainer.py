@@ -37,7 +37,6 @@ from .auxiliary_losses import (
     weigh_auxiliary_loss,
     weighted_auxiliary_loss,
 )
-from .budget_sampling import budgets_of, runs_of_a_step
 from .cards import WritesModelCards
 from .checkpoints import discard_unfinished
 from .divergence import NO_LABELS, lacks_labels, named_losses, what_is_not_finite
@@ -57,7 +56,6 @@ from .label_smoothing import smoothed_loss
 from .random_states import kept_random_states
 from .schedules import CCTNoiseCallback, set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
-from .teaching import Teaching
 from .whole_checkpoints import SavesWholeCheckpoints
 
 if TYPE_CHECKING:
@@ -77,12 +75,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
     arguments_class: type
 
     def __init__(
-        self,
-        model: Any = None,
-        args: GateTrainingArguments | None = None,
-        *rest: Any,
-        teacher: Any = None,
-        **kwargs: Any,
+        self, model: Any = None, args: GateTrainingArguments | None = None, *rest: Any, **kwargs: Any
     ):
         args = self.arguments_class("tmp_trainer") if args is None else args
         # a class of the user's own may have the fields of both, too
@@ -103,8 +96,6 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         self._tokens: Tensor | None = None  # of the accumulated batch, for the auxiliary losses
         self._token_share: Tensor | None = None  # of the micro-batch
         self._loss_is_finite: Tensor | bool = True
-        self._loss_share = 1.0  # of a run at one of several budgets
-        self._teaching = Teaching(teacher)
         arguments = cast("RunArguments", args)
         super().__init__(model, arguments, *rest, **kwargs)
         # Both are for `compute_loss` here: `Trainer` would leave the auxiliary losses out.
@@ -154,16 +145,6 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
                 f"(got {args.num_train_epochs})."
             )
         check_noise_steps(model, args.cct_noise_steps, by_callback=self._has_noise_callback())
-        if args.budget_sampling == "all" and not budgets_of(model):
-            raise ValueError(
-                "budget_sampling='all' needs a model with budgets (got one without nested_budgets and "
-                "cct_budgets)."
-            )
-        self._teaching.check(
-            args,
-            smooths_labels=bool(self._smoothing),
-            has_own_loss=self.compute_loss_func is not None,
-        )
 
     @property
     def cct_noise_steps(self) -> float | None:
@@ -270,21 +251,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
             batches, num_items = self._next_batches
             self._next_batches = None
             self._begin_update(model, batches, num_items)
-        self._teaching.forget()
-        step = super().training_step
-        if self.args.budget_sampling == "draw":
-            return self._checked(step(model, inputs, num_items_in_batch))
-        budgets = budgets_of(self._gated_model())
-        losses = []
-        self._loss_share = 1 / len(budgets)
-        try:
-            for budget, context in runs_of_a_step(model, budgets):
-                with context:
-                    at_budget = {**inputs, "budget": budget}
-                    losses.append(self._checked(step(model, at_budget, num_items_in_batch)))
-        finally:
-            self._loss_share = 1.0
-        return torch.stack(losses).sum()
+        return self._checked(super().training_step(model, inputs, num_items_in_batch))
 
     def _checked(self, loss: Tensor) -> Tensor:
         self._loss_is_finite = loss.isfinite() & self._loss_is_finite  # asked once an update
@@ -310,7 +277,6 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
 
     def _begin_run(self, gated: nn.Module) -> None:
         self._descent = prepare_gates(gated, self.args, self.mae_training)
-        self._teaching.begin(gated, self.args, shifts_labels=self._shifts_labels)
         has_epochs = has_length(self.train_dataset) or self.args.gate_epoch_steps is not None
         if self.mae_training == "bcd" and not has_epochs:
             logger.warning(
@@ -371,9 +337,6 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         if records and getattr(config, "attention_type", None) == "mae":
             inputs = {**inputs, "output_expert_weights": True}
         epsilon = self._smoothing if model.training and self.compute_loss_func is None else 0.0
-        teaching = self._teaching if records else None
-        if teaching is not None:
-            inputs = teaching.wanted(inputs)
 
         def forward(**inputs: Any) -> Any:
             outputs = model(**inputs)
@@ -391,11 +354,9 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
                     outputs,
                     inputs["labels"],
                     epsilon=epsilon,
-                    shifts_labels=self._shifts_labels,
+                    shifts_labels=self._loss_shifts_labels or self._is_causal_model(),
                     num_items_in_batch=inputs.get("num_items_in_batch"),
                 )
-            if teaching is not None and isinstance(outputs, dict):
-                teaching.teach(outputs, inputs)
             if records and isinstance(outputs, dict):
                 self._record(outputs, num_items_in_batch)
             elif in_gate_step and isinstance(outputs, dict):
@@ -403,22 +364,12 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
             return outputs
 
         # which only calls it
-        found: Any = super().compute_loss(
+        return super().compute_loss(
             forward,  # type: ignore[arg-type]
             inputs,
             return_outputs,
             num_items_in_batch,
         )
-        if self._loss_share == 1.0:
-            return found
-        if not return_outputs:
-            return found * self._loss_share
-        return found[0] * self._loss_share, found[1]
-
-    @property
-    def _shifts_labels(self) -> bool:
-        """Whether the logits of a position are for the next one's label."""
-        return self._loss_shifts_labels or self._is_causal_model()
 
     def _is_causal_model(self) -> bool:
         """Whether `Trainer` shifts the labels of the model: also GPT-2's, whose loss does not say so."""
@@ -539,12 +490,9 @@ class MoaTrainer(_GatedTraining, Trainer):
     Args:
         model, and all others: as in `Trainer`.
         args (`MoaTrainingArguments`): the training arguments.
-        teacher: a model, or the folder or Hub id of one, whose probabilities and hidden states the
-            model learns beside the labels; "self" has the largest budget teach the others, in the same
-            step. See `hf_moa.training.distillation`.
 
     Raises:
-        ValueError: the arguments are of another class, or do not go with the model or the teacher.
+        ValueError: the arguments are of another class, or do not go with the model.
     """
 
     arguments_class = MoaTrainingArguments

@@ -476,13 +476,13 @@ TRAINING = (
         "training/trainer.py",
         {
             "            self._begin_update(model, batches, num_items)\n"
-            "        self._teaching.forget()\n": (
+            "        return self._checked(super().training_step(model, inputs, num_items_in_batch))": (
                 "            if self._has_begun:\n"
                 "                loss = super().training_step(model, inputs, num_items_in_batch)\n"
                 "                self._begin_update(model, batches, num_items)\n"
                 "                return self._checked(loss)\n"
                 "            self._begin_update(model, batches, num_items)\n"
-                "        self._teaching.forget()\n"
+                "        return self._checked(super().training_step(model, inputs, num_items_in_batch))"
             )
         },
         ("training/test_gate_descent.py",),
