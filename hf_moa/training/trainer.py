@@ -53,6 +53,7 @@ from .gate_descent import (
     prepare_gates,
 )
 from .label_smoothing import smoothed_loss
+from .parameter_groups import decay_parameter_names, give_own_rates
 from .random_states import kept_random_states
 from .schedules import CCTNoiseCallback, set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
@@ -198,16 +199,21 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`; without the gates, where their training is another."""
         self._check_training()  # here, a `model_init` has run
+        is_own = self.optimizer is not None  # the user's, in groups of the user's
         optimizer = super().create_optimizer(model)
         whole = self.model if model is None else model
-        if whole is not None and self.mae_training in ("bcd", "expert"):
+        if whole is None:
+            return optimizer
+        descends = self.mae_training in ("bcd", "expert")
+        if not is_own:
+            give_own_rates(optimizer, whole, self.args, with_gates=not descends)
+        if descends:
             keep_gates_out(optimizer, whole)
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """As in `Trainer`; without the norms of CCT's feed-forward parts, which it does not know."""
-        names = super().get_decay_parameter_names(model)
-        return [name for name in names if "_norms." not in name]
+        return decay_parameter_names(model)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         self._epoch = kwargs["epoch"]

@@ -280,6 +280,13 @@ class GatingConfig(CctFields, MoeFields, RouterFields, MoaFields, MaeFields, Kin
     def has_cct(self) -> bool:
         return self.cct_budgets is not None
 
+    @property
+    def budget_shares(self) -> dict[Any, float]:
+        """`listed_budgets`, each with its share of the list that training draws from; they sum to 1."""
+        listed = [tuple(b) if isinstance(b, (list, tuple)) else b for b in self.cct_budgets or []]
+        drawn = listed or self.listed_budgets
+        return {budget: drawn.count(budget) / len(drawn) for budget in self.listed_budgets}
+
 
 def refuse_misspelled(config_name: str, unknown: Any) -> None:
     """Refuse unknown fields that must be meant for gating fields: transformers would keep them and the
