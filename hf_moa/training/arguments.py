@@ -7,6 +7,7 @@ from math import isfinite
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
+from .distillation_arguments import DistillationArguments
 from .gate_descent import GATE_LEARNING_RATE, MAE_TRAININGS, check_gate_every_n_epochs
 from .parameter_groups import BUDGET_BIAS_LEARNING_RATE, check_learning_rate
 
@@ -102,7 +103,7 @@ class GateTrainingArguments:
 
 
 @dataclass
-class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
+class MoaTrainingArguments(GateTrainingArguments, DistillationArguments, TrainingArguments):
     """`TrainingArguments`, and:
 
     Args:
@@ -132,6 +133,25 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
         cct_noise_steps (`float`, *optional*): optimiser steps over which CCT's noise grows linearly to
             `config.cct_noise_max` (Bapna et al. 2020); below 1, that part of the run; -1, all of it.
             Default: -1 for a model with CCT.
+        budget_sampling (`str`, *optional*): how a model with budgets is trained.
+
+            - `"draw"`: a step draws budgets from the configuration's list, where repeats are weights.
+            - `"all"`: every budget in every step, one after the other. The gradient is the mean over
+              budgets, weighted by their share of the list (Yu & Huang 2019).
+
+            Default: `"draw"`; `"all"` with `teacher="self"`.
+        distillation_weight (`float`, defaults to 0.5): with a teacher, w of (1 - w) * loss of the labels
+            + w * loss of the logits. Label smoothing is of the labels' loss only.
+        distillation_temperature (`float`, defaults to 2.0): what the logits of both are divided by.
+        distillation_hidden_weight (`float`, defaults to 1.0): of the hidden states' relative squared
+            error, the mean over layers and, in encoder-decoder models, over both halves.
+        distillation_hidden_states (`list[int]` or `list[str]`, *optional*): which hidden states: 0 for
+            the embeddings, -1, the default, for the last layer's; `"1:2"` compares the student's first
+            layer with the teacher's second.
+        distillation_cache (`bool`, defaults to `False`): the teacher's logits for the training data are
+            computed once, and kept: 4 bytes * examples * classes on the training device. For
+            classification and regression with `distillation_hidden_weight=0`, on data that a collator
+            does not change.
 
     Raises:
         ValueError: a value breaks its rule; the message names the field, the rule and the value.
@@ -139,7 +159,9 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
 
 
 @dataclass
-class MoaSeq2SeqTrainingArguments(GateTrainingArguments, Seq2SeqTrainingArguments):
+class MoaSeq2SeqTrainingArguments(
+    GateTrainingArguments, DistillationArguments, Seq2SeqTrainingArguments
+):
     """`Seq2SeqTrainingArguments` with the fields of `MoaTrainingArguments`."""
 
 

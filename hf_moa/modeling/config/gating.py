@@ -281,11 +281,17 @@ class GatingConfig(CctFields, MoeFields, RouterFields, MoaFields, MaeFields, Kin
         return self.cct_budgets is not None
 
     @property
+    def drawn_budgets(self) -> list[Any]:
+        """The budgets that training draws from, repeats included."""
+        return self.cct_budgets or self.listed_budgets
+
+    @property
     def budget_shares(self) -> dict[Any, float]:
-        """`listed_budgets`, each with its share of the list that training draws from; they sum to 1."""
-        listed = [tuple(b) if isinstance(b, (list, tuple)) else b for b in self.cct_budgets or []]
-        drawn = listed or self.listed_budgets
-        return {budget: drawn.count(budget) / len(drawn) for budget in self.listed_budgets}
+        """The budgets that training draws, largest first, each with its share of the draws."""
+        drawn = self.drawn_budgets
+        sizes = {b: (sum(b), b) if isinstance(b, tuple) else (b, ()) for b in drawn}
+        distinct = sorted(sizes, key=lambda budget: sizes[budget], reverse=True)
+        return {budget: drawn.count(budget) / len(drawn) for budget in distinct}
 
 
 def refuse_misspelled(config_name: str, unknown: Any) -> None:
