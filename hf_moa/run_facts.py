@@ -99,12 +99,26 @@ def trainer_hyperparameters(trainer: Trainer) -> dict[str, Any]:
         names: tuple[str, ...] = ("gate_every_n_epochs", "gate_epoch_steps")
         found |= {name: getattr(args, name) for name in names}
         found["gate_learning_rate"] = args.descent_learning_rate
+    found["budget_sampling"] = getattr(trainer, "budget_sampling", None)
+    found |= _distillation(trainer)
     found["cct_noise_steps"] = getattr(trainer, "cct_noise_steps", None)
     if args.world_size > 1:
         names = ("sync_gate_norm", "router_global_balance")
         found |= {name: getattr(args, name, None) for name in names}
     found |= {"steps_done": state.global_step, "epochs_done": state.epoch}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _distillation(trainer: Any) -> dict[str, Any]:
+    """How a model was distilled; nothing without a teacher."""
+    teacher = getattr(trainer, "teacher", None)
+    if teacher is None:
+        return {}
+    name = teacher if isinstance(teacher, str) else getattr(teacher, "name_or_path", "")
+    fields = {"teacher": str(name) or type(teacher).__name__}
+    for field_name in ("weight", "temperature", "hidden_weight"):
+        fields[f"distillation_{field_name}"] = getattr(trainer.args, f"distillation_{field_name}")
+    return fields
 
 
 def state_hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,11 +66,16 @@ class Teacher:
         return self.model(**inputs, output_hidden_states=output_hidden_states, return_dict=True)
 
 
-def load_teacher(path: str | os.PathLike, student: nn.Module) -> PreTrainedModel:
+def load_teacher(path: str | os.PathLike, student: nn.Module, **kwargs: Any) -> PreTrainedModel:
     """The model of a path or of the Hub, with a head as the student's.
 
+    Args:
+        path: of the teacher.
+        student: without wrappers or adapters.
+        kwargs: of `from_pretrained`.
+
     Raises:
-        ValueError: there is no auto class for the student's.
+        ValueError: there is no auto class for the student's; the checkpoint lacks some of the weights.
     """
     config: Any = getattr(student, "config", None)
     name = type(student).__name__
@@ -79,7 +84,13 @@ def load_teacher(path: str | os.PathLike, student: nn.Module) -> PreTrainedModel
         auto: Any = getattr(transformers, auto_name)
         found = auto._model_mapping.get(type(config), None)
         if by_name.get(name) == auto_name or getattr(found, "__name__", None) == name:
-            return auto.from_pretrained(path)
+            teacher, report = auto.from_pretrained(path, output_loading_info=True, **kwargs)
+            if report["missing_keys"]:
+                raise ValueError(
+                    f"teacher={str(path)!r} must be finetuned for the model's task, but has no weights "
+                    f"for {', '.join(sorted(report['missing_keys']))} of {type(teacher).__name__}."
+                )
+            return teacher
     raise ValueError(
         f"teacher={path!r}: there is no auto class to load a model with whose head is that of "
         f"{name}. Load it yourself, and give the model."

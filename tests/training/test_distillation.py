@@ -137,7 +137,8 @@ def test_loss_and_gradients_are_the_equations(case, fields, tmp_path):
 
 @pytest.mark.parametrize("kind", ["regression", "multi_label_classification"])
 def test_loss_without_a_softmax(kind, tmp_path):
-    """Regression: the mean of `(s - t)^2`. Several labels at once: divergences of Bernoulli variables."""
+    """Regression: the mean of `(s - t)^2`. Several labels at once: divergences of Bernoulli
+    variables."""
     case = CASE["BertForSequenceClassification"]
     outputs = 1 if kind == "regression" else 3
     model = case.build(num_labels=outputs, **case.family.no_dropout).double().train()
@@ -524,7 +525,7 @@ def test_layers_that_there_are_not(tmp_path):
 
 
 def test_settings_without_a_teacher_are_an_error(tmp_path):
-    with pytest.raises(ValueError, match="distillation_temperature=4.0 needs a teacher"):
+    with pytest.raises(ValueError, match=r"distillation_temperature=4\.0 needs a teacher"):
         trainer("bert", build("bert"), tmp_path, distillation_temperature=4.0)
 
 
