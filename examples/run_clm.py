@@ -1,9 +1,9 @@
 """Trains a causal language model on text files with `MoaTrainer`, and measures perplexity: a gated
 GPT-2 (MAE, MoA, sparse experts, CCT) from scratch or from a GPT-2 checkpoint, or the plain one.
 
-The flags are those of transformers' own `run_clm.py` where it has them, plus `GatingArguments`. From
-scratch on WikiText-2, with a byte-level BPE tokenizer trained on the way; the same without gates is
-`--attention_type mha`:
+The flags are those of transformers' own `run_clm.py` where it has them, plus `GatingArguments` and
+`TeacherArguments`. From scratch on WikiText-2, with a byte-level BPE tokenizer trained on the way; the
+same without gates is `--attention_type mha`:
 
     python examples/run_clm.py --model_type moa_gpt2 \
         --config_overrides n_layer=4,n_embd=256,n_head=8,n_positions=256 --attention_type mae \
@@ -50,6 +50,7 @@ from hf_moa.modeling.core.task_losses import IGNORE_INDEX
 from hf_moa.recipes.command_line import optional, parse_arguments
 from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
+from hf_moa.recipes.teachers import TeacherArguments
 from hf_moa.recipes.text_blocks import TextBlocks, TextFileArguments, check_block_size, load_lines
 from hf_moa.recipes.tokenizers import token_fields, train_text_tokenizer
 from hf_moa.recipes.trainer_runs import (
@@ -157,8 +158,13 @@ def write_samples(trainer: Trainer, blocks: TextBlocks, data_args: DataTrainingA
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, training_args = parse_arguments(
-        args, ModelArguments, DataTrainingArguments, GatingArguments, MoaTrainingArguments
+    model_args, data_args, gating_args, teacher_args, training_args = parse_arguments(
+        args,
+        ModelArguments,
+        DataTrainingArguments,
+        GatingArguments,
+        TeacherArguments,
+        MoaTrainingArguments,
     )
     set_up_logging(training_args, logger)
     check_arguments(data_args, training_args)
@@ -182,6 +188,7 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
     fields = token_fields(tokenizer, "bos", "eos", "pad")
     model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
+    teacher = teacher_args.load(model, model_args)
     block_size = check_block_size(data_args.block_size, model)
     blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}
     for split, each in blocks.items():
@@ -190,6 +197,7 @@ def main(args: list[str] | None = None) -> None:
     trainer = MoaTrainer(
         model=model,
         args=training_args,
+        teacher=teacher,
         train_dataset=first_samples(blocks["train"], data_args.max_train_samples)
         if training_args.do_train
         else None,

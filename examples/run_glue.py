@@ -2,8 +2,8 @@
 to mixture-of-heads attention (MAE, MoA) and conditional computation (CCT).
 
 The flags are those of transformers' own `run_glue.py`, but for its flags for other data than GLUE's,
-plus `GatingArguments` and `AdapterArguments`. Baseline, MAE, and CCT at three budgets, from the same
-checkpoint and the same fresh classifier:
+plus `GatingArguments`, `AdapterArguments` and `TeacherArguments`. Baseline, MAE, and CCT at three
+budgets, from the same checkpoint and the same fresh classifier:
 
     python examples/run_glue.py --model_name_or_path google-bert/bert-base-uncased --task_name mrpc \
         --do_train --do_eval --learning_rate 2e-5 --output_dir out/bert
@@ -17,6 +17,12 @@ same size as the gates; the output is an adapter for PEFT:
     python examples/run_glue.py ... --attention_type mae --adapter ftg --output_dir out/ftg
     python examples/run_glue.py ... --attention_type mae --adapter lora --lora_match ftg \
         --output_dir out/lora
+
+Budgets that learn from the finetuned model: all in each step, and the gates at a rate of their own:
+
+    python examples/run_glue.py ... --model_name_or_path out/bert --teacher out/bert \
+        --attention_type mha --cct_budgets 1 0.5 0.33 --budget_sampling all --gate_learning_rate 1e-3 \
+        --eval_budgets --output_dir out/cct-taught
 
 On a laptop, without the Hub, from a folder of GLUE's published TSV files:
 
@@ -49,6 +55,7 @@ from hf_moa.recipes.adapters import AdapterArguments, adapt
 from hf_moa.recipes.command_line import optional, parse_arguments
 from hf_moa.recipes.gating import GatingArguments, convert
 from hf_moa.recipes.models import CheckpointArguments, load_tokenizer
+from hf_moa.recipes.teachers import TeacherArguments
 from hf_moa.recipes.tokenizers import set_padding
 from hf_moa.recipes.trainer_runs import (
     evaluate_at_budgets,
@@ -257,12 +264,13 @@ def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, adapter_args, training_args = parse_arguments(
+    model_args, data_args, gating_args, adapter_args, teacher_args, training_args = parse_arguments(
         args,
         ModelArguments,
         DataTrainingArguments,
         GatingArguments,
         AdapterArguments,
+        TeacherArguments,
         MoaTrainingArguments,
     )
     set_up_logging(training_args, logger)
@@ -274,6 +282,7 @@ def main(args: list[str] | None = None) -> None:
     model = load_model(model_args, gating_args, task)
     tokenizer = load_tokenizer(model_args)
     set_padding(tokenizer, model)
+    teacher = teacher_args.load(model, model_args)
     model = adapt(model, adapter_args, TaskType.SEQ_CLS, training_args.output_dir)
     label_ids = None if task.is_regression else label_order(model, task)
 
@@ -311,6 +320,7 @@ def main(args: list[str] | None = None) -> None:
     trainer = MoaTrainer(
         model=model,
         args=training_args,
+        teacher=teacher,
         train_dataset=next(iter(train_sets.values()), None),
         eval_dataset=next(iter(eval_sets.values()), None),
         compute_metrics=make_compute_metrics(data_args.task_name, label_ids),

@@ -1,8 +1,9 @@
 """Finetunes a model on extractive question answering (SQuAD 1.1) with `MoaTrainer`: an ungated baseline,
 or a checkpoint converted to mixture-of-heads attention (MAE, MoA) and conditional computation (CCT).
 
-The flags are those of transformers' own `run_qa.py` where it has them, plus `GatingArguments` and
-`AdapterArguments`. From SQuAD's published files (without them, `--dataset_name rajpurkar/squad`):
+The flags are those of transformers' own `run_qa.py` where it has them, plus `GatingArguments`,
+`AdapterArguments` and `TeacherArguments`. From SQuAD's published files (without them,
+`--dataset_name rajpurkar/squad`):
 
     python examples/run_qa.py --model_name_or_path google-bert/bert-base-uncased --attention_type mae \
         --cct_budgets 1 0.5 0.33 --eval_budgets \
@@ -42,6 +43,7 @@ from hf_moa.recipes.question_answering import (
     num_answered,
     read_squad,
 )
+from hf_moa.recipes.teachers import TeacherArguments
 from hf_moa.recipes.tokenizers import set_padding
 from hf_moa.recipes.trainer_runs import (
     data_for_card,
@@ -171,12 +173,13 @@ def check_arguments(training_args: MoaTrainingArguments) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, adapter_args, training_args = parse_arguments(
+    model_args, data_args, gating_args, adapter_args, teacher_args, training_args = parse_arguments(
         args,
         CheckpointArguments,
         DataTrainingArguments,
         GatingArguments,
         AdapterArguments,
+        TeacherArguments,
         MoaTrainingArguments,
     )
     set_up_logging(training_args, logger)
@@ -191,6 +194,7 @@ def main(args: list[str] | None = None) -> None:
     model = convert(model, gating_args)
     tokenizer = load_tokenizer(model_args)
     set_padding(tokenizer, model)
+    teacher = teacher_args.load(model, model_args)
     model = adapt(model, adapter_args, TaskType.QUESTION_ANS, training_args.output_dir)
 
     def prepare(split: str) -> Features:
@@ -221,6 +225,7 @@ def main(args: list[str] | None = None) -> None:
     trainer = MoaTrainer(
         model=model,
         args=training_args,
+        teacher=teacher,
         train_dataset=None if training is None else training.dataset,
         eval_dataset=None if validation is None else validation.dataset,
         compute_metrics=metric,

@@ -2,10 +2,10 @@
 sacreBLEU: a gated T5 (MAE, MoA, sparse experts, CCT) from scratch or from a T5 checkpoint, or the plain
 one.
 
-The flags are those of transformers' own `run_translation.py` where it has them, plus `GatingArguments`
-and `AdapterArguments`.
-From scratch on Multi30k, with a tokenizer trained on both languages on the way; the same without gates
-is `--attention_type mha`. Needs `pip install "hf-moa[translation]"`:
+The flags are those of transformers' own `run_translation.py` where it has them, plus `GatingArguments`,
+`AdapterArguments` and `TeacherArguments`. From scratch on Multi30k, with a tokenizer trained on both
+languages on the way; the same without gates is `--attention_type mha`. Needs
+`pip install "hf-moa[translation]"`:
 
     python examples/run_translation.py --model_type moa_t5 \
         --config_overrides d_model=256,d_kv=32,num_heads=8,d_ff=1024,num_layers=3 \
@@ -52,6 +52,7 @@ from hf_moa.recipes.command_line import optional, parse_arguments
 from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
 from hf_moa.recipes.parallel_text import BleuMetric, ParallelTextArguments, load_pairs, tokenize
+from hf_moa.recipes.teachers import TeacherArguments
 from hf_moa.recipes.tokenizers import train_translation_tokenizer, translation_token_fields
 from hf_moa.recipes.trainer_runs import (
     data_for_card,
@@ -112,12 +113,13 @@ def check_arguments(training_args: MoaSeq2SeqTrainingArguments) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, adapter_args, training_args = parse_arguments(
+    model_args, data_args, gating_args, adapter_args, teacher_args, training_args = parse_arguments(
         args,
         ModelArguments,
         DataTrainingArguments,
         GatingArguments,
         AdapterArguments,
+        TeacherArguments,
         MoaSeq2SeqTrainingArguments,
     )
     set_up_logging(training_args, logger)
@@ -140,6 +142,7 @@ def main(args: list[str] | None = None) -> None:
     # The model comes right after the seed, so that variants draw what they share alike.
     set_seed(training_args.seed)
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
+    teacher = teacher_args.load(model, model_args)
     model = adapt(model, adapter_args, TaskType.SEQ_2_SEQ_LM, training_args.output_dir)
     with training_args.main_process_first(desc="tokenizing"):
         sets = {
@@ -160,6 +163,7 @@ def main(args: list[str] | None = None) -> None:
     trainer = MoaSeq2SeqTrainer(
         model=model,
         args=training_args,
+        teacher=teacher,
         train_dataset=sets["train"] if training_args.do_train else None,
         eval_dataset=sets.get("validation"),
         compute_metrics=bleu,

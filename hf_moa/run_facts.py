@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers import Trainer
 from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer_utils import has_length
+
+if TYPE_CHECKING:
+    from .training.trainer_base import RunArguments
 
 _HUB_FILE = re.compile(r"hf://datasets/([^@]+)@([^/]+)/")
 
@@ -77,7 +80,7 @@ def data_used(use: str, dataset: Any, named: Sequence[DataUsed]) -> list[DataUse
 
 def trainer_hyperparameters(trainer: Trainer) -> dict[str, Any]:
     """Those that transformers' cards show, and more: what the gates' training depends on."""
-    args, state = trainer.args, trainer.state
+    state, args = trainer.state, cast("RunArguments", trainer.args)
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "adam" in optimizer:
         optimizer += f", betas ({args.adam_beta1:g}, {args.adam_beta2:g}), epsilon {args.adam_epsilon:g}"
@@ -91,15 +94,31 @@ def trainer_hyperparameters(trainer: Trainer) -> dict[str, Any]:
     if args.bf16:
         found["mixed_precision_training"] = "bfloat16"
     found["mae_training"] = getattr(trainer, "mae_training", None)
+    found["gate_learning_rate"] = getattr(args, "gate_learning_rate", None)
     if found["mae_training"] == "bcd":
-        names: tuple[str, ...] = ("gate_every_n_epochs", "gate_epoch_steps", "gate_learning_rate")
+        names: tuple[str, ...] = ("gate_every_n_epochs", "gate_epoch_steps")
         found |= {name: getattr(args, name) for name in names}
+        found["gate_learning_rate"] = args.descent_learning_rate
+    found["budget_sampling"] = getattr(trainer, "budget_sampling", None)
+    found |= _distillation(trainer)
     found["cct_noise_steps"] = getattr(trainer, "cct_noise_steps", None)
     if args.world_size > 1:
         names = ("sync_gate_norm", "router_global_balance")
         found |= {name: getattr(args, name, None) for name in names}
     found |= {"steps_done": state.global_step, "epochs_done": state.epoch}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _distillation(trainer: Any) -> dict[str, Any]:
+    """How a model was distilled; nothing without a teacher."""
+    teacher = getattr(trainer, "teacher", None)
+    if teacher is None:
+        return {}
+    name = teacher if isinstance(teacher, str) else getattr(teacher, "name_or_path", "")
+    fields = {"teacher": str(name) or type(teacher).__name__}
+    for field_name in ("weight", "temperature", "hidden_weight"):
+        fields[f"distillation_{field_name}"] = getattr(trainer.args, f"distillation_{field_name}")
+    return fields
 
 
 def state_hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def uneven_rows(name, lengths=range(4, 12)):
         yield row
 
 
-def trainer(name, model, folder, *, trainer_class=MoaTrainer, data=None, **arguments):
+def trainer(name, model, folder, *, trainer_class=MoaTrainer, data=None, teacher=None, **arguments):
     settings = {
         "max_steps": 1,
         "per_device_train_batch_size": 4,
@@ -83,6 +83,7 @@ def trainer(name, model, folder, *, trainer_class=MoaTrainer, data=None, **argum
         args=arguments_class(str(folder), **settings | arguments),
         train_dataset=data,
         eval_dataset=data,
+        teacher=teacher,
     )
 
 

@@ -33,7 +33,7 @@ def set_up_logging(training_args: TrainingArguments, *loggers: logging.Logger) -
         # The default --log_level, "passive", keeps what is set here.
         transformers.utils.logging.set_verbosity_info()
     level = training_args.get_process_log_level()
-    for each in (logger, *loggers):
+    for each in (logger, logging.getLogger("hf_moa.training"), *loggers):
         each.setLevel(level)
     datasets.utils.logging.set_verbosity(level)
     transformers.utils.logging.set_verbosity(level)

@@ -16,6 +16,7 @@ from .gate_descent import (
     other_parameters,
 )
 from .label_smoothing import smoothed_loss
+from .parameter_groups import parameter_groups
 from .recipes import (
     causal_language_model_recipe,
     masked_language_model_recipe,
@@ -48,6 +49,7 @@ __all__ = [
     "load_glue_tsv",
     "masked_language_model_recipe",
     "other_parameters",
+    "parameter_groups",
     "smoothed_loss",
     "translation_recipe",
     "written_whole",

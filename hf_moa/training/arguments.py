@@ -7,7 +7,9 @@ from math import isfinite
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from .gate_descent import MAE_TRAININGS, check_gate_every_n_epochs, check_gate_learning_rate
+from .distillation_arguments import DistillationArguments
+from .gate_descent import GATE_LEARNING_RATE, MAE_TRAININGS, check_gate_every_n_epochs
+from .parameter_groups import BUDGET_BIAS_LEARNING_RATE, check_learning_rate
 
 
 @dataclass
@@ -33,8 +35,17 @@ class GateTrainingArguments:
             "help": "BCD: updates that count as an epoch, for data that has no end. Default: epochs."
         },
     )
-    gate_learning_rate: float = field(
-        default=1.0, metadata={"help": "BCD: constant learning rate of the gates' SGD."}
+    gate_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of the gates (MAE's, routers, CCT's control networks and symbols), "
+            "which the schedule scales as it does learning_rate. Default: learning_rate. With BCD: "
+            "constant, of the SGD of only MAE's gates, 1 by default."
+        },
+    )
+    budget_bias_learning_rate: float = field(
+        default=BUDGET_BIAS_LEARNING_RATE,
+        metadata={"help": "Learning rate of gates' biases for each budget (`budget_bias`)."},
     )
     sync_gate_norm: bool = field(
         default=True,
@@ -66,13 +77,20 @@ class GateTrainingArguments:
         """The epoch of BCD that an update belongs to, of the data's epoch and the updates before it."""
         return epoch if self.gate_epoch_steps is None else step // self.gate_epoch_steps
 
+    @property
+    def descent_learning_rate(self) -> float:
+        """Of the SGD of MAE's gates in BCD."""
+        return GATE_LEARNING_RATE if self.gate_learning_rate is None else self.gate_learning_rate
+
     def check_gate_training(self) -> None:
         """Raise a ValueError for a value that breaks its rule (as one set later may)."""
         if self.mae_training not in (None, *MAE_TRAININGS):
             choices = ", ".join(map(repr, MAE_TRAININGS))
             raise ValueError(f"mae_training must be {choices} or None (got {self.mae_training!r}).")
         check_gate_every_n_epochs(self.gate_every_n_epochs)
-        check_gate_learning_rate(self.gate_learning_rate)
+        if self.gate_learning_rate is not None:
+            check_learning_rate("gate_learning_rate", self.gate_learning_rate)
+        check_learning_rate("budget_bias_learning_rate", self.budget_bias_learning_rate)
         steps = self.gate_epoch_steps
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ValueError(
@@ -85,7 +103,7 @@ class GateTrainingArguments:
 
 
 @dataclass
-class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
+class MoaTrainingArguments(GateTrainingArguments, DistillationArguments, TrainingArguments):
     """`TrainingArguments`, and:
 
     Args:
@@ -102,8 +120,12 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
         gate_every_n_epochs (`int`, defaults to 5): n of BCD.
         gate_epoch_steps (`int`, *optional*): updates that count as an epoch of BCD, instead of the
             data's own epochs: for streams without an end, where every update would be of epoch 0.
-        gate_learning_rate (`float`, defaults to 1.0): of BCD's SGD; constant, without momentum, weight
-            decay or clipping.
+        gate_learning_rate (`float`, *optional*): of the gates: MAE's, routers, CCT's control networks
+            and symbols. They are in parameter groups of their own, and the schedule scales it as it does
+            `learning_rate`, the default. With BCD it is only of MAE's gates and their SGD: constant,
+            without momentum, weight decay or clipping, 1.0 by default.
+        budget_bias_learning_rate (`float`, defaults to 0.05): of the parameters `budget_bias`, which
+            move a layer's gates at one budget.
         sync_gate_norm (`bool`, defaults to `True`): with several processes, the gates' batch
             normalisation takes the batches of all.
         router_global_balance (`bool`, defaults to `False`): with several processes, the routers'
@@ -111,6 +133,25 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
         cct_noise_steps (`float`, *optional*): optimiser steps over which CCT's noise grows linearly to
             `config.cct_noise_max` (Bapna et al. 2020); below 1, that part of the run; -1, all of it.
             Default: -1 for a model with CCT.
+        budget_sampling (`str`, *optional*): how a model with budgets is trained.
+
+            - `"draw"`: a step draws budgets from the configuration's list, where repeats are weights.
+            - `"all"`: every budget in every step, one after the other. The gradient is the mean over
+              budgets, weighted by their share of the list (Yu & Huang 2019).
+
+            Default: `"draw"`; `"all"` with `teacher="self"`.
+        distillation_weight (`float`, defaults to 0.5): with a teacher, w of (1 - w) * loss of the labels
+            + w * loss of the logits. Label smoothing is of the labels' loss only.
+        distillation_temperature (`float`, defaults to 2.0): what the logits of both are divided by.
+        distillation_hidden_weight (`float`, defaults to 1.0): of the hidden states' relative squared
+            error, the mean over layers and, in encoder-decoder models, over both halves.
+        distillation_hidden_states (`list[int]` or `list[str]`, *optional*): which hidden states: 0 for
+            the embeddings, -1, the default, for the last layer's; `"1:2"` compares the student's first
+            layer with the teacher's second.
+        distillation_cache (`bool`, defaults to `False`): the teacher's logits for the training data are
+            computed once, and kept: 4 bytes * examples * classes on the training device. For
+            classification and regression with `distillation_hidden_weight=0`, on data that a collator
+            does not change.
 
     Raises:
         ValueError: a value breaks its rule; the message names the field, the rule and the value.
@@ -118,7 +159,9 @@ class MoaTrainingArguments(GateTrainingArguments, TrainingArguments):
 
 
 @dataclass
-class MoaSeq2SeqTrainingArguments(GateTrainingArguments, Seq2SeqTrainingArguments):
+class MoaSeq2SeqTrainingArguments(
+    GateTrainingArguments, DistillationArguments, Seq2SeqTrainingArguments
+):
     """`Seq2SeqTrainingArguments` with the fields of `MoaTrainingArguments`."""
 
 

@@ -81,6 +81,19 @@ def weigh_auxiliary_loss(outputs: Any, share: Tensor) -> None:
         outputs["loss"] = outputs["task_loss"] + weighted_auxiliary_loss(outputs, share)
 
 
+def name_task_loss(outputs: Any) -> None:
+    """Give outputs a `task_loss` where only auxiliary losses would have made one, and there are none."""
+    has_loss = isinstance(outputs, dict) and outputs.get("loss") is not None
+    if has_loss and outputs.get("task_loss") is None:
+        outputs["task_loss"] = outputs["loss"]
+
+
+def auxiliary_part(outputs: Any) -> Tensor | float:
+    """What auxiliary losses add to `outputs["loss"]`."""
+    task_loss = outputs.get("task_loss") if isinstance(outputs, dict) else None
+    return 0.0 if task_loss is None else (outputs["loss"] - task_loss).mean()
+
+
 def _count(batch: Mapping[str, Any], ids: str, embeddings: str, mask_name: str) -> Tensor | None:
     tokens, mask = batch.get(ids), batch.get(mask_name)
     if tokens is None and batch.get(embeddings) is not None:

@@ -29,10 +29,13 @@ from hf_moa.modeling.core.process_sum import has_several_processes
 from hf_moa.modeling.core.sharding import DTensor
 from hf_moa.modeling.mae.mixture import MaeGate
 
+from .parameter_groups import check_learning_rate
+
 if TYPE_CHECKING:
     from hf_moa.gated_models import GatedPreTrainedModel
 
 MAE_TRAININGS = ("bcd", "expert", "joint")
+GATE_LEARNING_RATE = 1.0  # of the gates' SGD, where none is given
 
 
 def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -72,7 +75,7 @@ def prepare_gates(
         return None
     return BlockCoordinateDescent(
         model,
-        learning_rate=args.gate_learning_rate,
+        learning_rate=args.descent_learning_rate,
         gate_every_n_epochs=args.gate_every_n_epochs if mae_training == "bcd" else None,
     )
 
@@ -107,9 +110,13 @@ class BlockCoordinateDescent:
     """
 
     def __init__(
-        self, model: nn.Module, *, learning_rate: float = 1.0, gate_every_n_epochs: int | None = 5
+        self,
+        model: nn.Module,
+        *,
+        learning_rate: float = GATE_LEARNING_RATE,
+        gate_every_n_epochs: int | None = 5,
     ):
-        check_gate_learning_rate(learning_rate)
+        check_learning_rate("gate_learning_rate", learning_rate)
         self.model = cast("GatedPreTrainedModel", model)
         self.gate_every_n_epochs = gate_every_n_epochs
         self.optimizer: torch.optim.SGD | None = None
@@ -190,12 +197,6 @@ class BlockCoordinateDescent:
     def finish(self) -> None:
         """Leave the model in the phase "mixture"."""
         self.model.set_mae_phase("mixture")
-
-
-def check_gate_learning_rate(value: Any) -> None:
-    """Raise a ValueError unless it is a positive number."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ValueError(f"gate_learning_rate must be a positive number (got {value!r}).")
 
 
 def check_gate_every_n_epochs(value: Any) -> None:

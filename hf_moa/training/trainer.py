@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,14 +31,17 @@ from .arguments import (
     noise_steps,
 )
 from .auxiliary_losses import (
+    auxiliary_part,
     count_tokens,
     has_auxiliary_losses,
+    name_task_loss,
     weigh_auxiliary_loss,
     weighted_auxiliary_loss,
 )
 from .cards import WritesModelCards
 from .checkpoints import discard_unfinished
-from .divergence import NO_LABELS, lacks_labels, named_losses, what_is_not_finite
+from .distilling import Distils
+from .divergence import StopsDivergedRuns, TrainingDivergedError
 from .gate_choices import (
     check_mae_training,
     check_noise_steps,
@@ -53,6 +55,7 @@ from .gate_descent import (
     prepare_gates,
 )
 from .label_smoothing import smoothed_loss
+from .parameter_groups import decay_parameter_names, give_own_rates
 from .random_states import kept_random_states
 from .schedules import CCTNoiseCallback, set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
@@ -64,12 +67,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
-class TrainingDivergedError(ArithmeticError):
-    """The loss or its gradients are infinite or no numbers. The model was saved, with the parameters
-    that it had before the update. (Running statistics, of gates too, may have seen its batch.)"""
-
-
-class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
+class _GatedTraining(WritesModelCards, SavesWholeCheckpoints, StopsDivergedRuns, Distils):
     """Mixin for `Trainer` and `Seq2SeqTrainer`."""
 
     arguments_class: type
@@ -130,6 +128,8 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         """Raise a ValueError where the arguments and the model do not go together."""
         args, model = self.args, self._gated_model()
         args.check_gate_training()
+        self._check_teacher()
+        self._check_budget_sampling()
         engine = "DeepSpeed" if self.is_deepspeed_enabled else None
         engine = "FSDP version 1" if self._is_fsdp1() else engine
         check_mae_training(
@@ -198,16 +198,21 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`; without the gates, where their training is another."""
         self._check_training()  # here, a `model_init` has run
+        is_own = self.optimizer is not None  # the user's, in groups of the user's
         optimizer = super().create_optimizer(model)
         whole = self.model if model is None else model
-        if whole is not None and self.mae_training in ("bcd", "expert"):
+        if whole is None:
+            return optimizer
+        descends = self.mae_training in ("bcd", "expert")
+        if not is_own:
+            give_own_rates(optimizer, whole, self.args, with_gates=not descends)
+        if descends:
             keep_gates_out(optimizer, whole)
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """As in `Trainer`; without the norms of CCT's feed-forward parts, which it does not know."""
-        names = super().get_decay_parameter_names(model)
-        return [name for name in names if "_norms." not in name]
+        return decay_parameter_names(model)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         self._epoch = kwargs["epoch"]
@@ -277,6 +282,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
 
     def _begin_run(self, gated: nn.Module) -> None:
         self._descent = prepare_gates(gated, self.args, self.mae_training)
+        self._begin_distillation()
         has_epochs = has_length(self.train_dataset) or self.args.gate_epoch_steps is not None
         if self.mae_training == "bcd" and not has_epochs:
             logger.warning(
@@ -339,11 +345,15 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         epsilon = self._smoothing if model.training and self.compute_loss_func is None else 0.0
 
         def forward(**inputs: Any) -> Any:
+            lesson = self._begin_lesson(inputs) if model.training else None
             outputs = model(**inputs)
             self._token_share = None
             if model.training and self._tokens is not None and isinstance(outputs, dict):
                 self._token_share = self._share_of(inputs, self._tokens, num_items_in_batch)
                 weigh_auxiliary_loss(outputs, self._token_share)
+            if lesson is not None or self._pass is not None:
+                name_task_loss(outputs)
+            auxiliary = auxiliary_part(outputs) if lesson is not None else 0.0
             if epsilon:
                 if not isinstance(outputs, dict) or inputs.get("labels") is None:
                     raise ValueError(
@@ -354,26 +364,31 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
                     outputs,
                     inputs["labels"],
                     epsilon=epsilon,
-                    shifts_labels=self._loss_shifts_labels or self._is_causal_model(),
+                    shifts_labels=self._shifts_labels(),
                     num_items_in_batch=inputs.get("num_items_in_batch"),
                 )
+            terms = {}
+            if lesson is not None:
+                terms = lesson.finish(outputs, outputs["loss"].mean() - auxiliary)
             if records and isinstance(outputs, dict):
-                self._record(outputs, num_items_in_batch)
+                self._record(outputs, terms, num_items_in_batch)
             elif in_gate_step and isinstance(outputs, dict):
                 self._statistics.note_losses(outputs)
             return outputs
 
         # which only calls it
         return super().compute_loss(
-            forward,  # type: ignore[arg-type]
+            forward,
             inputs,
             return_outputs,
             num_items_in_batch,
         )
 
-    def _is_causal_model(self) -> bool:
-        """Whether `Trainer` shifts the labels of the model: also GPT-2's, whose loss does not say so."""
-        return type(self._gated_model()).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    def _shifts_labels(self) -> bool:
+        """Whether the logits of a position are for the next one's label: also GPT-2's, whose loss does
+        not say so."""
+        name = type(self._gated_model()).__name__
+        return self._loss_shifts_labels or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _share_of(self, inputs: dict[str, Any], tokens: Tensor, num_items_in_batch: Any) -> Tensor:
         """A micro-batch's share of the accumulated batch's tokens, times what its loss will be divided
@@ -414,7 +429,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
 
     # --- logs -------------------------------------------------------------------------------------
 
-    def _record(self, outputs: Any, num_items_in_batch: Any) -> None:
+    def _record(self, outputs: Any, terms: dict[str, Tensor], num_items_in_batch: Any) -> None:
         part = None
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             part = 1 / self.current_gradient_accumulation_steps
@@ -423,6 +438,8 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
         gated = self._gated_model()
         budgets = distinct_budgets(getattr(gated, "config", None))
         self._statistics.add_outputs(outputs, part_of_mean=part, budgets=budgets)
+        for name, value in self._at_budget(terms, outputs.get("task_loss")).items():
+            self._statistics.add(name, value.mean(), part or 1.0)
         self._expert_load.add_outputs(outputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -437,62 +454,25 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints):
             return x
         return self.accelerator.reduce(on_device(x, self.args.device), reduction="sum").cpu()
 
-    # --- divergence -------------------------------------------------------------------------------
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        # The same on all processes, and before the update. A scaler skips infinite gradients itself.
-        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        found = what_is_not_finite(
-            grad_norm,
-            torch.as_tensor(self._loss_is_finite, device=self.args.device),
-            sum_over_processes=self._sum_over_processes,
-            scales=getattr(self.accelerator, "scaler", None) is not None,
-        )
-        if found is not None:
-            self._stop_diverged("an update", found)
-        return grad_norm
-
-    def _stop_diverged(self, what: str, found: object) -> None:
-        """Save the model beside the checkpoints, so that no resumption picks it, and raise."""
-        if self._descent is not None:
-            self._descent.take_gate_step_back()
-        folder = Path(self._get_output_dir(self._trial), f"diverged-{self.state.global_step}")
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-        if self.is_fsdp_enabled:  # also where checkpoints are sharded
-            self._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))
-        else:
-            self.save_model(str(folder), _internal_call=True)  # and no push to the Hub
-        if self.args.should_save:
-            self.state.save_to_json(str(folder / "trainer_state.json"))
-        parts = self._statistics.latest
-        where = f"{what} at step {self.state.global_step} (epoch {self._epoch})"
-        saved = f"The model with the parameters that it had before this update is in {folder}."
-        if lacks_labels(*self._update):
-            raise TrainingDivergedError(f"Training stopped in {where}. {NO_LABELS} {saved}")
-        raise TrainingDivergedError(
-            f"Training diverged in {where}. {found} Last losses: {named_losses(parts)}. {saved} "
-            "Try a lower learning_rate or more warmup_steps"
-            + ("; a lower gate_learning_rate" if self._descent is not None else "")
-            + ("; a larger router_z_loss_coef" if "router_z_loss" in parts else "")
-            + ("; bf16 instead of fp16." if self.args.fp16 else ".")
-        )
-
 
 class MoaTrainer(_GatedTraining, Trainer):
     """`Trainer` for gated models (and any other).
 
     It adds: block coordinate descent for MAE; the schedule of CCT's noise; logs of loss parts, compute,
     gate entropy and expert load, to whatever `report_to` names (`StepStatistics`); label smoothing that
-    keeps the auxiliary losses; checkpoints that are whole or not there; an end to a run that diverges;
-    and the card of a gated model, where `save_model` is called and on every push.
+    keeps the auxiliary losses; distillation, and all budgets in each step; checkpoints that are whole or
+    not there; an end to a run that diverges; and the card of a gated model, where `save_model` is called
+    and on every push.
 
     Args:
         model, and all others: as in `Trainer`.
         args (`MoaTrainingArguments`): the training arguments.
+        teacher (`PreTrainedModel`, `str`, *optional*): a finetuned model to learn from beside the
+            labels, or its path; or "self": in each step the model's largest budget teaches the others.
+            `MoaTrainingArguments` says how.
 
     Raises:
-        ValueError: the arguments are of another class, or do not go with the model.
+        ValueError: the arguments are of another class, or do not go with the model or the teacher.
     """
 
     arguments_class = MoaTrainingArguments

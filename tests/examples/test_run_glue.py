@@ -552,3 +552,32 @@ def test_mnli_is_evaluated_on_the_sets_that_are_there(run_glue, caplog):
     assert "no validation_mismatched" in caplog.text
     # without any, the message of a missing split is about the first
     assert run_glue.split_names("mnli", "validation", ["train"]) == both
+
+
+def test_finetuned_model_teaches_its_budgets(run_glue, arguments, tmp_path):
+    """All in each step: the checkpoint's teacher is itself as it was, or its largest budget."""
+    run_glue.main(command_line(arguments))
+    finetuned, arguments["output_dir"] = arguments["output_dir"], str(tmp_path / "taught")
+    arguments |= {
+        "model_name_or_path": finetuned,
+        "attention_type": "mha",
+        "cct_budgets": [1, 0.5],
+        "budget_sampling": "all",
+        "gate_learning_rate": 0.01,
+        "distillation_temperature": 3,
+        "logging_steps": 1,
+        "do_eval": False,
+    }
+    for teacher in (finetuned, "self"):
+        run_glue.main(command_line({**arguments, "teacher": teacher}))
+        entry = read_json(arguments, "trainer_state.json")["log_history"][0]
+        names = {"task_loss_1", "task_loss_0.5", "logits_loss_0.5", "hidden_loss_0.5"}
+        assert names <= set(entry)
+        assert ("logits_loss_1" in entry) == (teacher != "self")
+        shutil.rmtree(arguments["output_dir"])
+
+
+def test_a_teacher_must_be_finetuned(run_glue, arguments, checkpoint):
+    arguments["teacher"] = checkpoint  # a bare encoder
+    with pytest.raises(ValueError, match=r"must be finetuned.*no weights for classifier"):
+        run_glue.main(command_line(arguments))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,26 @@ def test_test_questions_of_one_id_are_errors(arguments, tmp_path):
         ValueError, match=r"of `test_file` must have an `id` of its own \(got '0' 2 times"
     ):
         run_qa.main(command_line(given))
+
+
+def test_finetuned_model_teaches_its_budgets(arguments, tmp_path):
+    """All in each step: the checkpoint's teacher is itself as it was, or its largest budget."""
+    run_qa.main(command_line(arguments))
+    finetuned, arguments["output_dir"] = arguments["output_dir"], str(tmp_path / "taught")
+    arguments |= {
+        "model_name_or_path": finetuned,
+        "attention_type": "mha",
+        "cct_budgets": [1, 0.5],
+        "budget_sampling": "all",
+        "gate_learning_rate": 0.01,
+        "distillation_temperature": 3,
+        "logging_steps": 1,
+        "do_eval": False,
+    }
+    for teacher in (finetuned, "self"):
+        run_qa.main(command_line({**arguments, "teacher": teacher}))
+        entry = read_json(arguments, "trainer_state.json")["log_history"][0]
+        names = {"task_loss_1", "task_loss_0.5", "logits_loss_0.5", "hidden_loss_0.5"}
+        assert names <= set(entry)
+        assert ("logits_loss_1" in entry) == (teacher != "self")
+        shutil.rmtree(arguments["output_dir"])

@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -384,3 +385,30 @@ def test_a_model_that_is_all_backbone_has_no_head_to_train(arguments):
     given = {**arguments, "attention_type": "mae", "adapter": "head", "do_eval": False}
     with pytest.raises(ValueError, match="`adapter` head needs a model with a head of its own"):
         run_translation.main(command_line(given))
+
+
+def test_finetuned_model_teaches_its_budgets(arguments, tmp_path):
+    """All in each step: the checkpoint's teacher is itself as it was, or its largest budget."""
+    arguments["model_type"] = "t5"
+    run_translation.main(command_line(arguments))
+    finetuned, arguments["output_dir"] = arguments["output_dir"], str(tmp_path / "taught")
+    arguments |= {
+        "model_name_or_path": finetuned,
+        "model_type": None,
+        "config_overrides": None,
+        "attention_type": "mha",
+        "cct_budgets": ["1,1", "0.5,0.5"],
+        "budget_sampling": "all",
+        "gate_learning_rate": 0.01,
+        "distillation_temperature": 3,
+        "logging_steps": 1,
+        "do_eval": False,
+        "predict_with_generate": None,
+    }
+    for teacher in (finetuned, "self"):
+        run_translation.main(command_line({**arguments, "teacher": teacher}))
+        entry = read_json(arguments, "trainer_state.json")["log_history"][0]
+        names = {"task_loss_1_1", "task_loss_0.5_0.5", "logits_loss_0.5_0.5", "hidden_loss_0.5_0.5"}
+        assert names <= set(entry)
+        assert ("logits_loss_1_1" in entry) == (teacher != "self")
+        shutil.rmtree(arguments["output_dir"])

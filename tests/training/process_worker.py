@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from scenarios import SCENARIOS, SETTINGS
+from scenarios import SCENARIOS, SETTINGS, teacher_of
 from training_runs import build, gates, trainer, uneven_rows
 
 
@@ -21,8 +21,10 @@ def train(name: str, folder: Path) -> None:
         model,
         folder / name,
         data=list(uneven_rows(scenario.backbone)) if scenario.uneven else None,
-        per_device_train_batch_size=4,
-        **SETTINGS | {"ddp_find_unused_parameters": False} | scenario.arguments,
+        teacher=teacher_of(scenario),
+        **SETTINGS
+        | {"ddp_find_unused_parameters": False, "per_device_train_batch_size": 4}
+        | scenario.arguments,
     )
     before = gates(model)
     made.train()

@@ -127,7 +127,7 @@ def test_logs_of_routers(tmp_path):
 
 
 def test_logs_of_gates_and_compute(tmp_path):
-    model = build("t5", attention_type="mae", cct_budgets=[[1, 1], [1, 0.5]])
+    model = build("t5", attention_type="mae", cct_budgets=[[1, 1], [1, 0.5]], cct_budget_loss_coef=1.0)
     made = run("t5", model, tmp_path, max_steps=4, logging_strategy="steps", logging_steps=2)
     for entry in logged(made):
         for half in ("encoder", "decoder", "cross"):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from launching import launch
 from safetensors.torch import load_file
-from scenarios import SCENARIOS, SETTINGS
+from scenarios import SCENARIOS, SETTINGS, teacher_of
 from training_runs import build, gates, run, uneven_rows
 
 pytestmark = pytest.mark.slow
+ONE_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 HERE = Path(__file__).parent
 
 
@@ -33,8 +34,8 @@ def test_processes_end_with_the_same_model(name, trained, tmp_path):
         model,
         tmp_path,
         data=list(uneven_rows(scenario.backbone)) if scenario.uneven else None,
-        per_device_train_batch_size=8,
-        **SETTINGS | scenario.arguments,
+        teacher=teacher_of(scenario),
+        **SETTINGS | scenario.arguments | ONE_BATCH,
     )
     compared = gates(model) if scenario.compared == "gates" else model.state_dict()
     for key, tensor in compared.items():

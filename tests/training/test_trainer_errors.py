@@ -212,5 +212,5 @@ def test_plain_arguments_are_an_error(tmp_path):
 
 def test_budget_for_a_model_without_cct_is_an_error(tmp_path):
     made = trainer("bert", build("bert"), tmp_path)
-    with pytest.raises(ValueError, match="CCT"):
+    with pytest.raises(ValueError, match="budgets"):
         evaluate_budgets(made, budgets=[0.5])

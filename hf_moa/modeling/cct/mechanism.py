@@ -144,6 +144,7 @@ CCT = Mechanism(
     gate_kind="cct",
     gate_name="control",
     gate_words="CCT control networks",
+    gate_modules=("control_symbols",),
     has_auxiliary_losses=True,
     code=("cct/gating.py", "cct/costs.py"),
     package=__package__,

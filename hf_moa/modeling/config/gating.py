@@ -296,6 +296,19 @@ class GatingConfig(
     def has_cct(self) -> bool:
         return self.cct_budgets is not None
 
+    @property
+    def drawn_budgets(self) -> list[Any]:
+        """The budgets that training draws from, repeats included."""
+        return self.cct_budgets or self.listed_budgets
+
+    @property
+    def budget_shares(self) -> dict[Any, float]:
+        """The budgets that training draws, largest first, each with its share of the draws."""
+        drawn = self.drawn_budgets
+        sizes = {b: (sum(b), b) if isinstance(b, tuple) else (b, ()) for b in drawn}
+        distinct = sorted(sizes, key=lambda budget: sizes[budget], reverse=True)
+        return {budget: drawn.count(budget) / len(drawn) for budget in distinct}
+
 
 def refuse_misspelled(config_name: str, unknown: Any) -> None:
     """Refuse unknown fields that must be meant for gating fields: transformers would keep them and the

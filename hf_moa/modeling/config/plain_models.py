@@ -24,8 +24,8 @@ class GatedConfigInPlainModelError(ValueError):
 def refuse_in_plain_models(config_class: Any) -> None:
     """Have transformers' own models refuse a family's configurations that ask for a mechanism.
 
-    What it adds to `PreTrainedModel.__init__` is a check; classes from outside transformers may have such
-    a configuration, and gated models inside.
+    What it adds to `PreTrainedModel.__init__` is a check. Classes from outside transformers may have
+    such a configuration, and gated models inside.
     """
     _GATED_CONFIGS[config_class.model_type] = config_class
     plain_init: Any = PreTrainedModel.__init__

@@ -38,6 +38,7 @@ class Mechanism:
         gate_kind: the `gate_kind` of its modules, as FTG calls them; None where it has none.
         gate_name: what the names of those modules end with, such as "gate".
         gate_words: what adapters' cards call them; default: gates, with the kind before.
+        gate_modules: names of further modules that train as its gates do, such as "control_symbols".
         has_auxiliary_losses: whether training adds losses of its own.
         code: the modules of its layers, relative to the folder `modeling`: a checkpoint carries them
             where the mechanism is on.
@@ -57,6 +58,7 @@ class Mechanism:
     gate_kind: str | None = None
     gate_name: str | None = None
     gate_words: str | None = None
+    gate_modules: tuple[str, ...] = ()
     has_auxiliary_losses: bool = False
     code: tuple[str, ...] = ()
     package: str | None = None

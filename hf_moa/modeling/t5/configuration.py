@@ -106,6 +106,10 @@ class MoaT5Config(GatingConfig, T5Config):
         return list(product(budgets, repeat=2))
 
     @property
+    def drawn_budgets(self) -> list[Any]:
+        return self.budget_pairs if self.has_cct else super().drawn_budgets
+
+    @property
     def budget_half(self) -> int | None:
         if not self.is_encoder_decoder:
             return None

@@ -7,6 +7,7 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from hf_moa.training import gate_parameters
+from hf_moa.training.parameter_groups import give_own_rates
 
 from .arguments import AccelerateArguments
 
@@ -26,7 +27,16 @@ def make_optimizer(
     Raises:
         ValueError: Adafactor, whose steps follow from whole weights, where weights are in shards.
     """
-    groups = _parameter_groups(model, args.weight_decay, gates=gates)
+    optimizer = _new_optimizer(
+        args, _parameter_groups(model, args.weight_decay, gates=gates), accelerator
+    )
+    give_own_rates(optimizer, model, args, with_gates=gates)
+    return optimizer
+
+
+def _new_optimizer(
+    args: AccelerateArguments, groups: list[dict], accelerator: Accelerator
+) -> torch.optim.Optimizer:
     if args.optim == "adamw":
         return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.adam_beta2))
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):

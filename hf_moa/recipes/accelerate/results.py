@@ -216,14 +216,16 @@ class RunResults:
             "max_grad_norm": args.max_grad_norm,
             "mixed_precision_training": self.mixed_precision,
             "mae_training": self.mae_training,
+            "gate_learning_rate": args.gate_learning_rate,
             "cct_noise_steps": self.noise_steps,
             "average_checkpoints": args.average_checkpoints,
             "steps_done": progress.step,
             "tokens_seen": progress.tokens,
         }
         if self.mae_training == "bcd":
-            names = ("gate_every_n_epochs", "gate_epoch_steps", "gate_learning_rate")
+            names = ("gate_every_n_epochs", "gate_epoch_steps")
             found |= {name: getattr(args, name) for name in names}
+            found["gate_learning_rate"] = args.descent_learning_rate
         return {name: value for name, value in found.items() if value is not None}
 
 
