@@ -28,7 +28,7 @@ VARIANTS = {
     "cct": {"cct_budgets": [1, 0.5]},
     "cct-plain": {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False},
     "cct-biased": {
-        "cct_budgets": [0.8, 0.5],
+        "cct_budgets": [1, 0.5],
         "cct_sublayer_norm": False,
         "cct_budget_bias": True,
         "cct_control_symbols": False,

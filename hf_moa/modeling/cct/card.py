@@ -20,6 +20,7 @@ def in_words(config: Any) -> str:
         f"value, its attention, and each of {config.cct_num_ffn_splits} parts of the feed-forward "
         "layer. The call chooses a budget, the share of that computation to aim at; the model was "
         f"trained for {_distinct(config.cct_budgets)}. Without a choice it takes the largest."
+        + (" At 1 it has no gates: it is a plain model." if config.cct_full_budget_is_plain else "")
     )
 
 
