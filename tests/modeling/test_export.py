@@ -65,7 +65,7 @@ def test_torch_export_of_an_encoder_as_it_stands(name):
         torch.testing.assert_close(program.module()(**inputs).logits, model(**inputs).logits)
 
 
-@pytest.mark.parametrize("name", ["cct", "cct-plain"])
+@pytest.mark.parametrize("name", ["cct", "cct-plain", "cct-biased", "cct-full-plain"])
 def test_budget_stays_open_where_it_is_an_input(name):
     case = CASE["BertForSequenceClassification"]
     model, inputs = case.build(**VARIANTS[name]), case.inputs()
