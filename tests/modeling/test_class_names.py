@@ -57,3 +57,14 @@ def test_trainer_smooths_the_labels_that_the_plain_model_has(name, wrapped, tmp_
 
 def test_servers_take_the_model():
     assert ModelManager.get_model_modality(CASE["GPT2LMHeadModel"].build()) is Modality.LLM
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_experts_per_tok"])
+@pytest.mark.parametrize("family", [BERT, GPT2, T5], ids=lambda family: family.name)
+def test_no_library_takes_the_routers_for_mixtrals(family, name):
+    """TRL reads these to compute Mixtral's loss, of logits of another shape."""
+    config = family.config(ffn_type="moe")
+    assert not hasattr(config, name)
+    assert name not in config.to_dict()
+    with pytest.raises(AttributeError, match="carry_aux_loss"):
+        getattr(config, name)

@@ -143,11 +143,13 @@ class MoaBertModel(MoaBertPreTrainedModel):
             **kwargs,
         )
         held: dict[str, Any] = {CACHE_NAME: cache if use_cache else None}
+        totals = gating_totals(records, Call(self.config, requested, choice, self.budget_control))
+        hidden_states = self._carried(hidden_states, totals)
         return MoaModelOutput(
             last_hidden_state=hidden_states,
             pooler_output=None if self.pooler is None else self.pooler(hidden_states),
             **held,
-            **gating_totals(records, Call(self.config, requested, choice, self.budget_control)),
+            **totals,
         )
 
     def _cache(

@@ -269,6 +269,20 @@ class GatingConfig(
         return 1
 
     @property
+    def num_experts(self) -> int:
+        """None, nor `num_experts_per_tok`: what computes Mixtral's loss of router logits by itself reads
+        them, as TRL does with `router_aux_loss_coef` or `output_router_logits`."""
+        raise AttributeError(
+            f"{type(self).__name__} has no num_experts and num_experts_per_tok, of which others compute "
+            "Mixtral's loss of the router logits: the losses of these routers are `outputs.aux_loss`, "
+            "weighted by router_balance_loss_coef and its like. Where the loss is computed outside the "
+            "model, as TRL does, call `model.carry_aux_loss()` and leave router_aux_loss_coef and "
+            "output_router_logits out."
+        )
+
+    num_experts_per_tok = num_experts
+
+    @property
     def stack_budgets(self) -> list[float]:
         """The budgets of one stack of layers, repeats included."""
         return self.cct_budgets  # type: ignore[return-value]  # asked only with CCT

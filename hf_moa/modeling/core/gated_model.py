@@ -17,6 +17,7 @@ from ..config.gating import saving_model
 from ..mae.switches import MaeSwitches
 from ..moa.switches import MoaSwitches
 from .budget_switches import BudgetSwitches
+from .carried_loss import carried
 from .initialization import InitScales
 from .mechanism import mechanisms_of
 from .outputs import batch_term
@@ -32,6 +33,7 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
     """
 
     _has_two_halves = False  # an encoder and a decoder
+    _carried_weight: float | None = None  # of the auxiliary losses' gradient
     # Statistics of a few vectors per batch: too coarse in half precision.
     _keep_in_fp32_modules_strict = ("mixture.gate.norm",)  # type: ignore[assignment]  # made a set
 
@@ -130,6 +132,40 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
                 module.is_global = gate_norm
             elif router_balance is not None and "balances_globally" in vars(module):
                 module.balances_globally = router_balance
+
+    def carry_aux_loss(self, weight: float | None = 1.0) -> None:
+        """Train routers and budgets also by a loss that is computed outside the model, of its logits or
+        hidden states: TRL's, sentence-transformers', that of an `EncoderDecoderModel`.
+
+        In training, the backward pass through the hidden states then adds the gradient of the auxiliary
+        losses (`aux_loss` of the output) times `weight`, whatever the loss weighs itself. The loss's
+        value is without them. A loss that has `aux_loss`, as that of a call with labels, keeps to that:
+        it counts once.
+
+        Args:
+            weight: 1 / steps where gradients of so many steps are accumulated into a mean; that times
+                the loss scale where a scaler multiplies losses (float16). None goes back to adding
+                nothing.
+
+        Raises:
+            ValueError: a weight that is no finite number above 0.
+
+        Example:
+            >>> model.carry_aux_loss()
+            >>> SFTTrainer(model, ...).train()
+        """
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if weight is not None and not (is_number and 0 < weight < float("inf")):
+            raise ValueError(f"weight must be a finite number above 0, or None (got {weight!r}).")
+        for module in self.modules():
+            if isinstance(module, GatedModel):
+                module._carried_weight = weight
+
+    def _carried(self, hidden_states: Tensor, totals: dict[str, Any]) -> Tensor:
+        """A stack's hidden states `[B, T, d]`; see `carry_aux_loss`."""
+        if not self.training:
+            return hidden_states
+        return carried(hidden_states, totals.get("aux_loss"), self._carried_weight)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As in transformers, also where FSDP version 2 shards the model: configuration and code are

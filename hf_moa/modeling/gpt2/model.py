@@ -187,10 +187,11 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
             )
             records.append(record)
         held: dict[str, Any] = {CACHE_NAME: cache if use_cache else None}
+        totals = gating_totals(records, Call(self.config, requested, budgets, self.budget_control))
         return MoaBaseModelOutput(
-            last_hidden_state=self.ln_f(hidden_states),
+            last_hidden_state=self.ln_f(self._carried(hidden_states, totals)),
             **held,
-            **gating_totals(records, Call(self.config, requested, budgets, self.budget_control)),
+            **totals,
         )
 
     @property

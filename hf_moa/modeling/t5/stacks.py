@@ -200,12 +200,13 @@ class MoaT5Stack(MoaT5PreTrainedModel):
             )
             records.append(record)
         held: dict[str, Any] = {CACHE_NAME: cache}
+        call = Call(loss_config or self.config, requested, budgets, self.budget_control)
+        totals = gating_totals(records, call)
+        hidden_states = self._carried(hidden_states, totals)
         return MoaBaseModelOutput(
             last_hidden_state=self.dropout(self.final_layer_norm(hidden_states)),
             **held,
-            **gating_totals(
-                records, Call(loss_config or self.config, requested, budgets, self.budget_control)
-            ),
+            **totals,
         )
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
