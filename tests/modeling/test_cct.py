@@ -357,7 +357,7 @@ def test_attention_drops_before_its_output_in_the_papers_layout(case, sublayer_n
 
     for module in model.modules():
         if isinstance(module, AttentionFlow):
-            module.attention_dropout = 0.0  # it would leave zeros of its own
+            getattr(module, module.dropout_name).p = 0.0  # it would leave zeros of its own
         if isinstance(module, AttentionGates):
             count(module.context_dropout, "before")
         elif isinstance(module, MoaBertAttention):

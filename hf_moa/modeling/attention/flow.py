@@ -129,7 +129,7 @@ class AttentionFlow(nn.Module):
         self.num_heads, self.head_dim = mixture.num_heads, mixture.head_dim
         self.num_kv_heads = _kv_heads(mixture, num_kv_heads)
         self.scaling = self.head_dim**-0.5 if scaling is None else scaling
-        self.attention_dropout = attention_dropout
+        self.add_module(self.dropout_name, nn.Dropout(attention_dropout))
         self.is_causal = is_causal
         self.is_cross_attention = is_cross_attention
         self.window = window
@@ -144,6 +144,9 @@ class AttentionFlow(nn.Module):
                 "window must be None, or at least 1 in causal self-attention without gates that skip "
                 f"tokens (got {window}, is_causal={is_causal}, gates={type(gates).__name__})."
             )
+
+    # the module whose `p` is the dropout on the attention probabilities, by the backbone's name
+    dropout_name = "attention_dropout"
 
     @property
     def gates(self) -> Any:
@@ -309,11 +312,16 @@ class AttentionFlow(nn.Module):
             key,
             value,
             attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=self._dropout_rate() if self.training else 0.0,
             scaling=self.scaling,
             **kwargs,
         )
         return context.reshape(batch, length, heads, self.head_dim), attentions
+
+    def _dropout_rate(self) -> float:
+        """Of the module, which others set to 0, replace or leave in eval."""
+        module: Any = getattr(self, self.dropout_name)
+        return module.p if isinstance(module, nn.Dropout) and module.training else 0.0
 
     def prepare_cache(self, cache: Cache) -> None:
         """Make an empty cache able to hold what this layer's gates remember.

@@ -25,6 +25,8 @@ from .configuration import MoaBertConfig
 class MoaBertSelfAttention(AttentionFlow):
     """BERT's query, key and value; of an expert each for MoA."""
 
+    dropout_name = "dropout"
+
     def __init__(self, config: MoaBertConfig, *, layer_idx: int, is_cross_attention: bool):
         kind: dict[str, Any] = {
             "is_causal": config.is_decoder and not is_cross_attention,

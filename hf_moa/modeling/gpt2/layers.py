@@ -34,6 +34,7 @@ class MoaGPT2Attention(AttentionFlow):
     """
 
     output_projection = "c_proj"
+    dropout_name = "attn_dropout"
 
     def __init__(self, config: MoaGPT2Config, *, layer_idx: int, is_cross_attention: bool = False):
         d, head_dim = config.n_embd, config.attention_head_dim

@@ -35,6 +35,7 @@ class MoaT5Attention(AttentionFlow):
     """
 
     output_projection = "o"
+    dropout_name = "dropout"
 
     def __init__(
         self,
