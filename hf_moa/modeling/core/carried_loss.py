@@ -34,7 +34,7 @@ class _Carrier:
     def reach(self, grad: Tensor | None = None) -> None:
         """Note that the backward pass has come to the hidden states."""
         self.is_reached = True
-        Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._finish)
 
     def only_once(self, grad: Tensor) -> Tensor | None:
         """The gradient of the auxiliary losses without what the hidden states have added to it, where
