@@ -201,7 +201,7 @@ def test_all_skipped_and_none(value, monkeypatch):
     monkeypatch.setattr(
         ControlNetwork,
         "forward",
-        lambda self, x: x.new_full((*x.shape[:-1], self.out.out_features), value),
+        lambda self, x, budget=None: x.new_full((*x.shape[:-1], self.out.out_features), value),
     )
     ids = tokens()
     expected, _ = decode(build("dense"), ids, [12])

@@ -33,6 +33,11 @@ def build(case, execution, **fields):
     return case.build(cct_execution=execution, **fields).double()
 
 
+def budget_of(fields):
+    """One at which gates decide."""
+    return {"budget": 0.5} if fields.get("cct_full_budget_is_plain") else {}
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("padding", ["right", "left", "none"])
 @each_gated_variant
@@ -42,7 +47,7 @@ def test_sparse_equals_dense(case, fields, padding, implementation):
         inputs = {k: v.flip(1) if k in ("input_ids", "attention_mask") else v for k, v in inputs.items()}
     elif padding == "none":
         del inputs["attention_mask"]
-    outputs = []
+    outputs, inputs = [], inputs | budget_of(fields)
     for execution in ("dense", "sparse"):
         model = build(case, execution, attn_implementation=implementation, **fields)
         outputs.append(model(**inputs, output_hidden_states=True, output_cct_gates=True))
@@ -57,6 +62,8 @@ def test_sparse_equals_dense(case, fields, padding, implementation):
 @each_gated_variant
 def test_longer_padding_changes_nothing(case, fields, monkeypatch):
     """As on an accelerator."""
+    if fields.get("cct_full_budget_is_plain"):
+        pytest.skip("its gates are those of cct-biased")
     inputs = case.inputs()
     expected = build(case, "dense", **fields)(**inputs).logits
     sizes = []

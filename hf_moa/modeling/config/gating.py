@@ -268,10 +268,11 @@ class GatingConfig(
             raise AttributeError(f"{type(self).__name__} has no num_key_value_heads without MoA.")
         return 1
 
-    @property
-    def num_experts(self) -> int:
-        """None, nor `num_experts_per_tok`: what computes Mixtral's loss of router logits by itself reads
-        them, as TRL does with `router_aux_loss_coef` or `output_router_logits`."""
+    def __getattr__(self, name: str) -> Any:
+        """What is not there. Of `num_experts` and `num_experts_per_tok` others compute Mixtral's loss of
+        the router logits, as TRL does with `router_aux_loss_coef` or `output_router_logits`."""
+        if name not in ("num_experts", "num_experts_per_tok"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise AttributeError(
             f"{type(self).__name__} has no num_experts and num_experts_per_tok, of which others compute "
             "Mixtral's loss of the router logits: the losses of these routers are `outputs.aux_loss`, "
@@ -279,8 +280,6 @@ class GatingConfig(
             "model, as TRL does, call `model.carry_aux_loss()` and leave router_aux_loss_coef and "
             "output_router_logits out."
         )
-
-    num_experts_per_tok = num_experts
 
     @property
     def stack_budgets(self) -> list[float]:
