@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, state
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
+from scenarios import SETTINGS
 from torch.distributed.tensor import DTensor
 from training_runs import build, gates, trainer
 
@@ -22,6 +24,13 @@ MODELS = {
     "gpt2-accumulated": {"attention_type": "mae"},
     "bert": {"attention_type": "mae", "cct_budgets": [1, 0.5]},
     "bert-moa": {"attention_type": "moa", "ffn_type": "moe"},
+    "bert-self": {"cct_budgets": [1, 0.5], "cct_noise_max": 0.0, "cct_budget_loss_coef": 0.0},
+    "bert-taught": {},
+}
+# nothing is drawn: as one process does
+TAUGHT = {
+    "bert-self": {"distillation_hidden_weight": 0.0, **SETTINGS},
+    "bert-taught": {"distillation_hidden_weight": 0.0, **SETTINGS},
 }
 STANDING = ("gpt2-gates", "gpt2-accumulated")
 
@@ -46,6 +55,13 @@ def shard_on_the_cpu() -> None:
     state.AcceleratorState.__init__ = with_fsdp
 
 
+def teacher_of(name: str) -> Any:
+    """What a model of `TAUGHT` learns from."""
+    if name not in TAUGHT:
+        return None
+    return "self" if name == "bert-self" else build("bert", seed=5)
+
+
 def train(name: str, folder: Path) -> None:
     backbone = name.split("-")[0]
     os.environ["FSDP_LAYER"] = LAYERS[backbone]
@@ -56,8 +72,8 @@ def train(name: str, folder: Path) -> None:
         backbone,
         model,
         folder / name,
-        max_steps=2,
-        learning_rate=0.0 if name in STANDING else 1e-3,
+        teacher=teacher_of(name),
+        **{"max_steps": 2, "learning_rate": 0.0 if name in STANDING else 1e-3} | TAUGHT.get(name, {}),
         per_device_train_batch_size=2 if name == "gpt2-accumulated" else 4,
         gradient_accumulation_steps=2 if name == "gpt2-accumulated" else 1,
         save_strategy="steps",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
-from fsdp_worker import MODELS, STANDING
+from fsdp_worker import MODELS, STANDING, TAUGHT, teacher_of
 from launching import launch
 from safetensors.torch import load_file
 from training_runs import CLASSES, build, gates, run
@@ -36,6 +36,16 @@ def test_sharded_checkpoint_loads_whole_in_one_process(name, trained):
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[key]), key
     assert torch.isfinite(model(**case.inputs())[0]).all()
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_taught_models_are_those_of_one_process(name, trained, tmp_path):
+    model = build("bert", **MODELS[name])
+    run("bert", model, tmp_path, teacher=teacher_of(name), per_device_train_batch_size=8,
+        **TAUGHT[name])  # fmt: skip
+    expected = load_file(trained / f"{name}.safetensors")
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[key], atol=1e-5, rtol=1e-5, msg=key)
 
 
 _WITHOUT_THE_PACKAGE = """
