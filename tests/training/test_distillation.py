@@ -343,6 +343,7 @@ def test_bfloat16_trains_as_float32_does(tmp_path):
 
 @pytest.mark.slow
 def test_compiled_student_learns_the_same(tmp_path):
+    torch._dynamo.reset()
     losses = {}
     for backend in (None, "aot_eager"):
         model = build("bert", num_hidden_layers=1)

@@ -214,6 +214,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_compiled_model_trains_the_same(tmp_path):
+    torch._dynamo.reset()
     losses = {}
     for backend in (None, "aot_eager"):
         model = build("bert", num_hidden_layers=1, cct_budgets=[1, 0.5], cct_noise_max=0.0)
