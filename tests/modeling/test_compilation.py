@@ -44,7 +44,7 @@ def test_training_step_is_captured_as_one_graph(case, fields):
     for compiled in (False, True):
         model = case.build(**layers | fields | fixed).train().to(dtype)
         model.set_experts_implementation("grouped_mm")
-        if model.config.has_cct:
+        if model.config.listed_budgets:
             model.set_budget(model.config.listed_budgets[-1])  # none is drawn
         step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         torch.manual_seed(1)
