@@ -26,6 +26,7 @@ from ..cache.naming import PAGED_CACHE, takes_cache_by_any_name
 from ..cache.paged import with_paged_keys
 from ..cache.place import CachePlace
 from ..core.macs import Macs
+from ..core.one_token import OneToken
 from ..core.records import Record
 from .functions import GroupedQueries, eager_attention_forward
 from .multi_head import MultiHead
@@ -43,6 +44,7 @@ class AttentionCall(NamedTuple):
         place: the layer's in the cache, if there is one.
         budget: the call's, for the gates; None without.
         kwargs: for the attention implementation.
+        token: the one of `source` that `hidden_states` `[B, 1, d]` are of; None for all.
     """
 
     hidden_states: Tensor
@@ -55,6 +57,29 @@ class AttentionCall(NamedTuple):
     place: CachePlace | None
     budget: Any
     kwargs: dict[str, Any]
+    token: OneToken | None = None
+
+    def of_token(self, token: OneToken, *, is_causal: bool) -> AttentionCall:
+        """The call of self-attention for one token, which attends to all that it sees."""
+        mask = self.attention_mask
+        if mask is not None:
+            mask = token.of_pairs(mask)
+        elif is_causal:
+            mask = token.mask_up_to(self.hidden_states.device)
+        return self._replace(
+            hidden_states=token.gather(self.hidden_states),
+            attention_mask=mask,
+            position_bias=None if self.position_bias is None else token.of_pairs(self.position_bias),
+            padding_mask=None if self.padding_mask is None else token.gather(self.padding_mask),
+            token=token,
+        )
+
+    @property
+    def all_tokens(self) -> Tensor:
+        """`[B, T, d]`, those that `hidden_states` may be one of."""
+        if self.token is None or self.source is None:
+            return self.hidden_states
+        return self.source
 
     @property
     def is_paged(self) -> bool:
@@ -203,6 +228,7 @@ class AttentionFlow(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         cache: Cache | None = None,
         budget: Any = None,
+        token: OneToken | None = None,
         **kwargs: Any,
     ) -> Attended:
         """
@@ -217,12 +243,13 @@ class AttentionFlow(nn.Module):
             position_embeddings: cosines and sines for `rotate`, `[B or 1, T, dh]` each.
             cache: the cache, if any.
             budget: what the gates have to know of the call; see `budget_control` of the model.
+            token: in self-attention, the only token that attends, as if T were 1; None for all.
             kwargs: handed on to the attention implementation.
 
         Raises:
             ValueError: continuous batching of learned MAE gates; a layer that rotates, and no
-                `position_embeddings`; cross-attention, and neither `encoder_hidden_states` nor a cache
-                that holds their keys.
+                `position_embeddings`, or one token; cross-attention, and neither
+                `encoder_hidden_states` nor a cache that holds their keys, or one token.
         """
         place = None
         if cache is not None:
@@ -256,9 +283,16 @@ class AttentionFlow(nn.Module):
                 "one sequence (got a paged cache): use generate instead of generate_batch."
             )
         mix, record = self.mixture.route(hidden_states, padding_mask, place)
+        if token is not None:
+            if self.is_cross_attention or self.rotate is not None:
+                raise ValueError(
+                    "token must be None in cross-attention and in a layer that rotates (got "
+                    f"{token.position})."
+                )
+            call, mix = call.of_token(token, is_causal=self.is_causal), self.mixture.take(mix, token)
         if self.gates is not None:
             return self.gates.attend(self, call, mix, record)
-        query, key, value = self.project(hidden_states, source, mix)
+        query, key, value = self.project(call.hidden_states, source, mix)
         query, key, value = self.with_cached(call, query, key, value)
         context, attentions = self.attend_to(call, query, key, value, mix)
         return Attended(context, attentions, mix, record)
@@ -340,6 +374,9 @@ class AttentionFlow(nn.Module):
         source = kwargs.get("encoder_hidden_states")
         keys = length if source is None else source.shape[1]
         pairs = length * (length + 1) // 2 if self.is_causal else length * keys
+        if (token := kwargs.get("token")) is not None:
+            pairs = token.position + 1 if self.is_causal and isinstance(token.position, int) else keys
+            length = 1
         if self.window is not None and self.window < length:
             pairs -= (length - self.window) * (length - self.window + 1) // 2
         macs = 2 * pairs * self.num_heads * self.head_dim

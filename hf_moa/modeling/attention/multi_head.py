@@ -83,7 +83,8 @@ class MultiHead(nn.Module):
         return None, Record()
 
     def take(self, mix: Any, subset: Any) -> Any:
-        """The decision for a `TokenSubset`, as if it were a batch `[1, n, d]`."""
+        """The decision for a `TokenSubset`, as if it were a batch `[1, n, d]`, or for `OneToken` of each
+        sequence, `[B, 1, d]`."""
         return mix
 
     def take_heads(self, mix: Any, number: int) -> Any:

@@ -16,6 +16,7 @@ from ..attention.flow import Attended, AttentionFlow
 from ..cache.naming import takes_cache_by_any_name
 from ..core.activations import build_activation
 from ..core.budgets import layers_at
+from ..core.one_token import OneToken, of_token
 from ..core.records import LayerRecord, Record
 from ..feed_forward.layers import build_feed_forward, build_feed_forward_gate, gated_dense
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
@@ -113,16 +114,19 @@ class MoaBertAttention(nn.Module):
         dropout = output_dropout(config, config.hidden_dropout_prob)
         self.output = MoaBertSublayerOutput(config, dense, dropout=dropout)
 
-    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, Record]:
-        attended: Attended = self.self(self.output.before(hidden_states), *args, **kwargs)
+    def forward(
+        self, hidden_states: Tensor, *args, token: OneToken | None = None, **kwargs
+    ) -> tuple[Tensor, Record]:
+        x = self.output.before(hidden_states)
+        attended: Attended = self.self(x, *args, token=token, **kwargs)
         y = self.self.output(self.output.dense, attended)
-        return self.output(y, hidden_states), attended.record
+        return self.output(y, of_token(token, hidden_states)), attended.record
 
 
 class MoaBertLayer(GradientCheckpointingLayer):
     """One layer: self-attention, cross-attention where the model has it, feed-forward.
 
-    Returns the hidden states `[B, T, d]` and the records of its sub-layers.
+    Returns the hidden states `[B, T, d]`, of one token `[B, 1, d]`, and the records of its sub-layers.
     """
 
     mae_phase = "mixture"
@@ -169,6 +173,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
         budget: Any = None,
+        token: OneToken | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, LayerRecord]:
         cross_record = None
@@ -178,8 +183,10 @@ class MoaBertLayer(GradientCheckpointingLayer):
             padding_mask=padding_mask,
             cache=cache,
             budget=budget,
+            token=token,
             **kwargs,
         )
+        padding_mask = of_token(token, padding_mask)
         if self.is_decoder and encoder_hidden_states is not None:
             check_cross_attention(self)
             hidden_states, cross_record = self.crossattention(
@@ -204,7 +211,8 @@ class MoaBertLayer(GradientCheckpointingLayer):
         elif self.feed_forward_gate is None:
             # chunks of the sequence, where the config asks for them
             record = Record()
-            y = apply_chunking_to_forward(self._dense, self.chunk_size_feed_forward, 1, x)
+            chunk_size = self.chunk_size_feed_forward if x.shape[1] > 1 else 0
+            y = apply_chunking_to_forward(self._dense, chunk_size, 1, x)
         else:
             y, record = gated_dense(
                 x,
@@ -232,10 +240,14 @@ class MoaBertEncoder(nn.Module):
         if config.pre_norm:
             self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, list[LayerRecord]]:
+    def forward(
+        self, hidden_states: Tensor, *args, token: OneToken | None = None, **kwargs
+    ) -> tuple[Tensor, list[LayerRecord]]:
         records = []
-        for layer in layers_at(self.layer, kwargs.get("budget")):
-            hidden_states, record = layer(hidden_states, *args, **kwargs)
+        layers = layers_at(self.layer, kwargs.get("budget"))
+        for layer in layers:
+            of_last = token if layer is layers[-1] else None
+            hidden_states, record = layer(hidden_states, *args, token=of_last, **kwargs)
             records.append(record)
         if hasattr(self, "LayerNorm"):
             hidden_states = self.LayerNorm(hidden_states)

@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
 from ..core.gated_model import GatedModel
 from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
+from ..core.one_token import OneToken, may_compute_one_token
 from ..core.outputs import MoaMaskedLMOutput, MoaModelOutput, MoaMultipleChoiceOutput
 from ..core.padding import padding_mask_of
 from ..core.task_losses import labelled_only, token_loss, token_share
@@ -89,6 +90,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         cache: Cache | None = None,
         use_cache: bool | None = None,
         budget: float | Tensor | None = None,
+        last_layer_token: int | Tensor | None = None,
         **kwargs: Any,
     ) -> MoaModelOutput:
         """transformers' BERT arguments, and:
@@ -100,6 +102,9 @@ class MoaBertModel(MoaBertPreTrainedModel):
             budget: CCT's compute budget, a number of `config.cct_budgets` or a tensor `[B]` of such.
                 Default: what `set_budget` chose (in training too); else drawn for each sequence in
                 training, and the largest in eval.
+            last_layer_token: position of the only token that the last layer computes, a number or `[B]`
+                int64: `last_hidden_state` is then its, `[B, 1, d]`, and what is reported of that layer
+                is of this token. Default: all tokens.
 
         Returns:
             transformers' output with the fields of `hf_moa.modeling.core.outputs.GatingOutput`.
@@ -107,12 +112,14 @@ class MoaBertModel(MoaBertPreTrainedModel):
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than
                 `max_position_embeddings`; a budget that the model does not know; a budget without
-                CCT.
+                CCT; a `last_layer_token` that is no position, or in cross-attention.
         """
         requested = self._requested_gating(kwargs)
         tokens = inputs_embeds if input_ids is None else input_ids
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        others = {"past_key_values": cache, "encoder_hidden_states": encoder_hidden_states}
+        token = OneToken.of(last_layer_token, tokens, others)
         cache = self._cache(cache, use_cache, encoder_hidden_states)
         past_length = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
@@ -140,6 +147,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 else padding_mask_of(encoder_attention_mask, encoder_hidden_states.shape[1])
             ),
             budget=choice,
+            token=token,
             **kwargs,
         )
         held: dict[str, Any] = {CACHE_NAME: cache if use_cache else None}
@@ -282,6 +290,9 @@ class MoaBertForSequenceClassification(SequenceClassification, MoaBertPreTrained
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]  # a number
         self.post_init()
 
+    def only_token_read(self, inputs: dict[str, Any]) -> dict[str, int]:
+        return {"last_layer_token": 0}
+
     def pooled_logits(self, outputs: MoaModelOutput, inputs: dict[str, Any]) -> Tensor:
         return self.classifier(self.dropout(outputs.pooler_output))
 
@@ -353,6 +364,8 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
         num_choices = tokens.shape[1]
         if isinstance(budget, Tensor) and budget.ndim > 0:
             budget = budget.repeat_interleave(num_choices)
+        if may_compute_one_token(self, kwargs, labels):
+            kwargs["last_layer_token"] = 0
         outputs = self.bert(
             _merge_choices(input_ids),
             attention_mask=_merge_choices(attention_mask),

@@ -113,7 +113,9 @@ class AttentionGates(nn.Module):
 
     def attend(self, layer: AttentionFlow, call: AttentionCall, mix: Any, record: Record) -> Attended:
         """A layer's attention, as the gates let it through. What decides is `forward`."""
-        gates = self(call.hidden_states, call.source, call.budget)
+        gates = self(call.all_tokens, call.source, call.budget)
+        if call.token is not None:
+            gates = gates._replace(query=call.token.gather(gates.query))
         if call.budget is not None and call.budget.is_plain:
             return self.attend_all(layer, call, gates, mix, record, all_open=True)
         if may_skip(self, call, gates.query):
@@ -180,7 +182,13 @@ class AttentionGates(nn.Module):
             else:
                 past = layer.count("keys", used_and_full(gates.kv, call.kv_mask))
         use = AttentionUse(
-            self.cost, self.is_causal, gates.query, gates.kv, past, call.padding_mask, call.kv_mask
+            self.cost,
+            self.is_causal and call.token is None,
+            gates.query,
+            gates.kv,
+            past,
+            call.padding_mask,
+            call.kv_mask,
         )
         return record._replace(use=use)
 

@@ -78,7 +78,8 @@ class AttentionUse(NamedTuple):
     @property
     def kind(self) -> tuple:
         """What layers have in common that are counted at once."""
-        return (*self.cost, self.is_causal, self.kv is None, self.past is None)
+        is_one_token = self.query.shape[-1] == 1  # the last layer may compute one only
+        return (*self.cost, is_one_token, self.is_causal, self.kv is None, self.past is None)
 
     def per_sequence(self) -> Tensor:
         """Cost of each sequence, used and full: `[..., B, 2]`."""
@@ -114,7 +115,7 @@ class FeedForwardUse(NamedTuple):
     @property
     def kind(self) -> tuple:
         """See `AttentionUse.kind`."""
-        return (self.part_cost,)
+        return (self.part_cost, self.gates.shape[-2] == 1)
 
     def per_sequence(self) -> Tensor:
         """Cost of each sequence, used and full: `[..., B, 2]`."""

@@ -156,7 +156,7 @@ class _SparseCall:
         call, layer = self.call, self.layer
         x = queries.gather(call.hidden_states)
         is_whole = queries.is_all and keys is not None and keys.is_all
-        if is_whole and not layer.is_cross_attention:
+        if is_whole and call.source is call.hidden_states:
             query, key, value = layer.project(x, x, subset_mix)
         else:
             query, key, value = layer.project_query(x, subset_mix), None, None

@@ -46,6 +46,11 @@ class TokenSubset:
     def __len__(self) -> int:
         return self.index.shape[0]
 
+    @property
+    def shape(self) -> torch.Size:
+        """B and T, of the tokens that they are some of."""
+        return self.chosen.shape
+
     @cached_property
     def counts(self) -> Tensor:
         """`[B]`, how many of each sequence."""

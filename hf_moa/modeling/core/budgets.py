@@ -6,7 +6,7 @@ slices of the matrices (`nested/budgets.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -272,7 +272,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def layers_at(layers: nn.ModuleList, budget: Any) -> Iterable[nn.Module]:
+def layers_at(layers: nn.ModuleList, budget: Any) -> Sequence[nn.Module]:
     """The layers of a stack that run at a call's budget."""
     kept = getattr(budget, "layers", None)
-    return layers if kept is None else [layers[i] for i in kept]
+    return list(layers) if kept is None else [layers[i] for i in kept]

@@ -21,6 +21,7 @@ from transformers.utils.generic import can_return_tuple
 from ..cache.naming import takes_cache_by_any_name
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
 from .mixins import ModelMixin
+from .one_token import may_compute_one_token
 from .outputs import (
     MoaQuestionAnsweringOutput,
     MoaSequenceClassifierOutput,
@@ -98,6 +99,10 @@ class SequenceClassification(TaskHead):
     accepts_loss_kwargs = False  # the loss is a mean over sequences
     output_class: ClassVar[type] = MoaSequenceClassifierOutput
 
+    def only_token_read(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The `last_layer_token` that is all that `pooled_logits` reads; nothing where it reads more."""
+        return {}
+
     def pooled_logits(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
         """`[B, classes]` of the base model's outputs for these inputs."""
         raise NotImplementedError
@@ -113,6 +118,8 @@ class SequenceClassification(TaskHead):
         """
         if labels is not None:
             inputs |= self.inputs_with_labels
+        if may_compute_one_token(self, inputs, labels):
+            inputs |= self.only_token_read(inputs)
         outputs = self.base_outputs(**inputs)
         logits = self.pooled_logits(outputs, inputs)
         loss = None

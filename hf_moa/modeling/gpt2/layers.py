@@ -19,6 +19,8 @@ from ..attention.functions import upcast_attention_forward
 from ..cache.naming import takes_cache_by_any_name
 from ..core.activations import build_activation
 from ..core.linear_slices import linear_slice
+from ..core.macs import Macs
+from ..core.one_token import OneToken, of_token
 from ..core.records import LayerRecord, Record
 from ..feed_forward.layers import build_feed_forward, build_feed_forward_gate, gated_dense
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
@@ -98,7 +100,7 @@ class MoaGPT2Attention(AttentionFlow):
     def project(
         self, hidden_states: Tensor, source: Tensor | None, mix: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if not self.is_fused:
+        if not self.is_fused or source is not hidden_states:
             return super().project(hidden_states, source, mix)
         query, key, value = self.c_attn(hidden_states).chunk(3, dim=-1)
         return torch.unflatten(query, -1, (-1, self.head_dim)), key, value
@@ -107,6 +109,15 @@ class MoaGPT2Attention(AttentionFlow):
         attended = self.attend(hidden_states, *args, **kwargs)
         y = self.output(self.c_proj, attended)
         return self.resid_dropout(y), attended.attentions, attended.record
+
+    def count_macs(self, x: Tensor, *args: Any, **kwargs: Any) -> Macs:
+        macs = super().count_macs(x, *args, **kwargs)
+        if kwargs.get("token") is None or not self.is_fused:
+            return macs
+        # `c_attn` counts itself whole, once for this token's query and once for the keys and values
+        kv_size = self.num_kv_heads * self.head_dim
+        more = (x.shape[1] + 2) * self.hidden_size * kv_size
+        return macs._replace(total=macs.total - more, active=macs.active - more)
 
     def attention_function(self) -> Callable:
         if self.attn_implementation == "eager" and self.config.reorder_and_upcast_attn:
@@ -142,7 +153,7 @@ class MoaGPT2MLP(GPT2MLP):
 class MoaGPT2Block(GradientCheckpointingLayer):
     """One layer: self-attention, cross-attention where the model has it, feed-forward.
 
-    Returns the hidden states `[B, T, d]` and the records of its sub-layers.
+    Returns the hidden states `[B, T, d]`, of one token `[B, 1, d]`, and the records of its sub-layers.
     """
 
     mae_phase = "mixture"
@@ -182,6 +193,7 @@ class MoaGPT2Block(GradientCheckpointingLayer):
         padding_mask: Tensor | None = None,
         encoder_padding_mask: Tensor | None = None,
         budget: Any = None,
+        token: OneToken | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, LayerRecord]:
         cross_record = None
@@ -191,9 +203,11 @@ class MoaGPT2Block(GradientCheckpointingLayer):
             padding_mask=padding_mask,
             cache=cache,
             budget=budget,
+            token=token,
             **kwargs,
         )
-        hidden_states = hidden_states + y
+        hidden_states = of_token(token, hidden_states) + y
+        padding_mask = of_token(token, padding_mask)
         if encoder_hidden_states is not None:
             check_cross_attention(self)
             y, _, cross_record = self.crossattention(

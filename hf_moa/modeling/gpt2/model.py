@@ -28,6 +28,7 @@ from ..core.gated_model import GatedModel
 from ..core.generation import GatedGenerationMixin
 from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
 from ..core.initialization import InitScales
+from ..core.one_token import OneToken, of_token
 from ..core.outputs import (
     MoaBaseModelOutput,
     MoaCausalLMOutput,
@@ -115,6 +116,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
         use_cache: bool | None = None,
         budget: float | Tensor | None = None,
         padding_mask: Tensor | None = None,
+        last_layer_token: int | Tensor | None = None,
         **kwargs: Any,
     ) -> MoaBaseModelOutput:
         """transformers' GPT-2 arguments, and:
@@ -128,13 +130,17 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
                 training, and the largest in eval.
             padding_mask: `[B, T]` bool, the real ones of these tokens. Default: what `attention_mask`
                 says.
+            last_layer_token: position of the only token that the last layer computes, a number or `[B]`
+                int64: `last_hidden_state` is then its, `[B, 1, d]`, and what is reported of that layer
+                is of this token. Default: all tokens.
 
         Returns:
             transformers' output with the fields of `hf_moa.modeling.core.outputs.GatingOutput`.
 
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than
-                `n_positions`; a budget that the model does not know; a budget without CCT.
+                `n_positions`; a budget that the model does not know; a budget without CCT; a
+                `last_layer_token` that is no position, or behind a cache, or in cross-attention.
         """
         requested = self._requested_gating(kwargs)
         if input_ids is not None and inputs_embeds is None:
@@ -143,6 +149,8 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
         elif inputs_embeds is None or input_ids is not None:
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         length = inputs_embeds.shape[1]
+        others = {"past_key_values": cache, "encoder_hidden_states": encoder_hidden_states}
+        token = OneToken.of(last_layer_token, inputs_embeds, others)
         cache = self._cache(cache, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
@@ -172,7 +180,8 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
                 encoder_hidden_states=encoder_hidden_states,
             )
         records = []
-        for block in layers_at(self.h, budgets):
+        blocks = layers_at(self.h, budgets)
+        for block in blocks:
             hidden_states, record = block(
                 hidden_states,
                 causal_mask,
@@ -183,6 +192,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
                 encoder_padding_mask=encoder_padding_mask,
                 position_ids=position_ids,
                 budget=budgets,
+                token=token if block is blocks[-1] else None,
                 **kwargs,
             )
             records.append(record)
@@ -317,17 +327,22 @@ class MoaGPT2ForSequenceClassification(SequenceClassification, MoaGPT2PreTrained
 
     def pooled_logits(self, outputs: MoaBaseModelOutput, inputs: dict[str, Any]) -> Tensor:
         logits = self.score(outputs.last_hidden_state)
-        sequences = torch.arange(logits.shape[0], device=logits.device)
-        last = self._last_token(inputs.get("input_ids"), logits.shape[0], logits.device)
-        return logits[sequences, last]
+        if inputs.get("last_layer_token") is None:
+            logits = of_token(OneToken.of(self._last_token(**inputs), logits), logits)
+        return logits[:, 0]
+
+    def only_token_read(self, inputs: dict[str, Any]) -> dict[str, Tensor | int]:
+        if inputs.get("input_ids") is inputs.get("inputs_embeds") is None:
+            return {}  # which the base model refuses
+        return {"last_layer_token": self._last_token(**inputs)}
 
     def _last_token(
-        self, input_ids: Tensor | None, batch_size: int, device: torch.device
+        self, *, input_ids: Tensor | None = None, inputs_embeds: Any = None, **others: Any
     ) -> Tensor | int:
         """Position of the last token of each sequence that is not padding, left or right."""
         pad = self.config.pad_token_id
         if pad is None:
-            if batch_size != 1:
+            if (batch_size := len(inputs_embeds if input_ids is None else input_ids)) != 1:
                 raise ValueError(
                     "config.pad_token_id must be set for a batch of several sequences, so that the "
                     f"last token of each can be found (got None for {batch_size} sequences)."
@@ -339,8 +354,8 @@ class MoaGPT2ForSequenceClassification(SequenceClassification, MoaGPT2PreTrained
                 "position of every sequence."
             )
             return -1
-        positions = torch.arange(input_ids.shape[-1], device=device)
-        return (positions * (input_ids.to(device) != pad)).argmax(dim=-1)
+        positions = torch.arange(input_ids.shape[-1], device=input_ids.device)
+        return (positions * (input_ids != pad)).argmax(dim=-1)
 
 
 class MoaGPT2ForTokenClassification(TokenClassification, MoaGPT2PreTrainedModel):

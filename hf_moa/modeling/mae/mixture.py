@@ -187,7 +187,7 @@ class MixtureOfHeads(MultiHead):
         return (heads if self.is_causal else heads.unsqueeze(1)), record
 
     def take(self, mix: Tensor | None, subset: Any) -> Tensor | None:
-        return None if mix is None else subset.gather(mix.expand(*subset.chosen.shape, -1))
+        return None if mix is None else subset.gather(mix.expand(*subset.shape, -1))
 
     def take_heads(self, mix: Tensor | None, number: int) -> Tensor | None:
         return None if mix is None else mix[..., :number]

@@ -38,7 +38,8 @@ class NestedHeads(nn.Module):
             context = context * budget.head_mask
         mix = layer.mixture.take_heads(mix, number)
         macs = 4 * layer.hidden_size * layer.head_dim
-        use = NestedUse(macs, call.hidden_states.shape[1], call.padding_mask)
+        mask = call.padding_mask if call.token is None else call.kv_mask
+        use = NestedUse(macs, call.all_tokens.shape[1], mask)
         record = record._replace(use=use)
         return Attended(context, attentions, mix, record, subset=number)
 
@@ -85,7 +86,7 @@ def _check_cache(call: AttentionCall) -> None:
     if place is None or place.is_cross or place.layer_idx == 0:
         return
     first, own = (place.own.get_seq_length(i) for i in (0, place.layer_idx))
-    length = call.hidden_states.shape[1]
+    length = call.all_tokens.shape[1]
     if isinstance(own, int) and isinstance(first, int) and own + length != first:
         raise ValueError(
             "budget must have no layers that the cache was filled without (layer "

@@ -15,7 +15,7 @@ from .budgets import NestedUse
 @TOTALS.filled_by("nested")
 def nested_totals(records: list[LayerRecord], call: Call) -> Totals:
     """`budget`, `compute_cost` and `compute_fraction`, of the projections and the feed-forward matrices
-    of all layers. (Scores are the heads' share, whatever the length.)"""
+    of all layers, for all tokens. (Scores are the heads' share, whatever the length.)"""
     index, control = call.budget.index, call.control
     attentions = [each.use for each in (records[0].attention, records[0].cross_attention) if each]
     feed_forward: NestedUse = records[0].feed_forward.use
@@ -28,7 +28,7 @@ def nested_totals(records: list[LayerRecord], call: Call) -> Totals:
     both = torch.stack([used, torch.full_like(used, macs[0])], dim=-1)
     fields = {
         "budget": made_on(index.device, [float(value) for value in control.values])[index],
-        "compute_cost": both * _tokens(feed_forward, both),
+        "compute_cost": both * _tokens(attentions[0], both),
         "compute_fraction": used / macs[0],
     }
     return Totals({}, fields)

@@ -84,7 +84,8 @@ def _alike(
         for name, record in layer.parts.items():
             if routings := record.routings:
                 first = routings[0]
-                kind = (first.logits.device, first.mask is None, first.noise is None)
+                is_one_token = first.logits.shape[1] == 1  # the last layer may compute one only
+                kind = (first.logits.device, first.mask is None, first.noise is None, is_one_token)
                 key = (name, len(routings), *kind, first.balances_globally)
                 found.setdefault(key, []).append((number, routings))
     return found
