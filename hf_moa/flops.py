@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -114,6 +114,7 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
         for inner in module.modules()
     }
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    tokens = [torch.zeros(1, length, dtype=torch.long, device="meta") for length in lengths]
 
     def count(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         macs = _macs(module, *args, **kwargs)
@@ -137,11 +138,20 @@ def count_flops(model: nn.Module, *lengths: int, budget: Any = None) -> Flops:
         return skippable * (1 - holder.share_of(shares[holder], layer=number, part=part))
 
     hooks = [module.register_forward_hook(count, with_kwargs=True) for module in model.modules()]
+    gated = cast("GatedPreTrainedModel", model)
     try:
         with _on_meta(model), _at_budget(model, controls.values(), budget), torch.no_grad():
-            cast("GatedPreTrainedModel", model)._run_to_count(
-                *(torch.zeros(1, length, dtype=torch.long, device="meta") for length in lengths)
-            )
+            gated._run_to_count(*tokens)
+            fewer: list[Any] = [
+                control for control, share in shares.items() if not control.has_all_layers(share)
+            ]
+            if fewer:  # another layer is the last, which may compute less
+                of_all, sums = sums, defaultdict(lambda: [0.0, 0.0, 0.0])
+                with ExitStack() as stack:
+                    for control in fewer:
+                        stack.enter_context(control.of_whole_layers(shares[control]))
+                    gated._run_to_count(*tokens)
+                sums = {place: [whole[0], *sums[place][1:]] for place, whole in of_all.items()}
     finally:
         for hook in hooks:
             hook.remove()

@@ -52,7 +52,7 @@ def upcycle(
       with the least loss: `cct_budget_bias=True`, `cct_control_symbols=False`,
       `cct_gate_training="hard"`, `cct_noise_max=1`, and where the largest budget is 1, which then is the
       source's architecture, finetuned beside the others, `cct_full_budget_is_plain=True`.
-    - with `nested_budgets`: at budget 1 what the source computes, to the bit, at the others what a part
+    - with `nested_budgets`: at budget 1 what the source computes, at the others what a part
       of its heads and neurons does. **Those need training**, and `importance` first.
     - `ffn_type="moe"`: what the source computes; every expert starts as a copy of its feed-forward
       layer (Komatsuzaki et al. 2023, "Sparse Upcycling").

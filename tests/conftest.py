@@ -19,6 +19,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+def pytest_itemcollected(item):
+    """Nightly tests are not among the slow ones, whichever of the marks a test or its case has."""
+    if item.get_closest_marker("nightly"):
+        item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+
+
 def pytest_collection_finish():
     """What is imported by now stays: each `gc.collect` of a Trainer need not go through it."""
     gc.collect()

@@ -54,10 +54,14 @@ def run(code, folder):
     return done.stdout
 
 
+def marks(first):
+    return pytest.mark.slow if first == "peft" else pytest.mark.nightly
+
+
 @pytest.mark.parametrize(
     "order",
     [
-        pytest.param(order, marks=[] if order[0] == "hf_moa" else pytest.mark.slow)
+        pytest.param(order, marks=[] if order == ("hf_moa", "transformers", "peft") else marks(order[0]))
         for order in itertools.permutations(["hf_moa", "transformers", "peft"])
     ],
     ids="-".join,
@@ -66,23 +70,30 @@ def test_every_order_registers(order, folder):
     run("\n".join(f"import {name}" for name in order) + CHECKS, folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [
-        "import torch, hf_moa",
-        "from transformers import BertModel",
-        "import hf_moa; from transformers import Trainer",
-        "import accelerate",
-        "import hf_moa, accelerate",
-        "from peft import PeftModel",
-        "import hf_moa.modeling.ftg.config",
-        "from hf_moa.adapters import FTGConfig",
-        "from hf_moa import *",
-        "import hf_moa.upcycle",
-        "from transformers.utils import is_peft_available; import hf_moa; assert is_peft_available()",
-        "import hf_moa_cli; from hf_moa import upcycle",
-        "import hf_moa_cli, peft; from hf_moa import MoaBertConfig",
+        pytest.param(first, marks=pytest.mark.slow)
+        for first in (
+            "from transformers import BertModel",
+            "from transformers.utils import is_peft_available as has; import hf_moa; assert has()",
+            "import hf_moa_cli, peft; from hf_moa import MoaBertConfig",
+        )
+    ]
+    + [
+        pytest.param(first, marks=pytest.mark.nightly)
+        for first in (
+            "import torch, hf_moa",
+            "import hf_moa; from transformers import Trainer",
+            "import accelerate",
+            "import hf_moa, accelerate",
+            "from peft import PeftModel",
+            "import hf_moa.modeling.ftg.config",
+            "from hf_moa.adapters import FTGConfig",
+            "from hf_moa import *",
+            "import hf_moa.upcycle",
+            "import hf_moa_cli; from hf_moa import upcycle",
+        )
     ],
 )
 def test_every_way_to_import_registers(first, folder):
@@ -111,9 +122,16 @@ def test_what_is_not_needed_is_not_imported(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["base", "adapter"])
-def test_console_command_reads_checkpoints(checkpoint, folder):
-    for arguments in (["card", checkpoint, "--output", f"{checkpoint}.md"], ["benchmark", checkpoint]):
-        options = ["--turns", "2", "--length", "8"] if arguments[0] == "benchmark" else []
-        code = f"import sys\nfrom hf_moa_cli import main\nsys.exit(main({arguments + options}))"
-        assert run(code, folder)
+def test_console_command_reads_checkpoints(folder):
+    commands = [
+        arguments
+        for checkpoint in ("base", "adapter")
+        for arguments in (
+            ["card", checkpoint, "--output", f"{checkpoint}.md"],
+            ["benchmark", checkpoint, "--turns", "2", "--length", "8"],
+        )
+    ]
+    code = f"from hf_moa_cli import main\nfor each in {commands}: print(each, main(each))"
+    printed = run(code, folder).splitlines()
+    for arguments in commands:
+        assert f"{arguments} 0" in printed

@@ -22,12 +22,31 @@ def test_is_stored_without_outputs(path):
     assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
 
 
-@pytest.mark.slow
+# what takes the time of a notebook, and what the shorter run has instead
+LONG = {
+    "max_steps=600": "max_steps=8",
+    "logging_steps=50": "logging_steps=4",
+    "num_train_epochs=4": "max_steps=8",
+}
+
+
+@pytest.mark.parametrize(
+    "is_whole",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="short"),
+        pytest.param(True, marks=pytest.mark.nightly, id="whole"),
+    ],
+)
 @each_notebook
-def test_runs(path, tmp_path):
+def test_runs(path, is_whole, tmp_path):
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
-    notebook = nbformat.read(path, as_version=4)
+    text = path.read_text(encoding="utf-8")
+    if not is_whole:
+        assert any(long in text for long in LONG)
+        for long, short in LONG.items():
+            text = text.replace(long, short)
+    notebook = nbformat.reads(text, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
     client = nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources)
     client.execute(env=os.environ | {"MPLBACKEND": "agg"})  # raises the error of a cell

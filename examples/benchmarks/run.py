@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 
 import cct
+import classifiers
 import decoding
 import experts
 import mae
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "small_cct_decoding": decoding.measure_small_cct,
     "memory": memory.measure,
     "masked_lm": masked_lm.measure,
+    "classifiers": classifiers.measure,
 }
 COMPILABLE = ("mae", "moa", "cct")
 # Okabe and Ito's colours, told apart in grey by their marks

@@ -99,6 +99,25 @@ def test_experts_are_timed_in_both_forms(benchmarks, monkeypatch):
             torch.testing.assert_close(one, other)
 
 
+def test_classifiers_are_timed_with_one_token_and_with_all(benchmarks, monkeypatch):
+    classifiers = benchmarks("classifiers")
+    monkeypatch.setattr(classifiers, "SIZES", {"cpu": ((32, 2),)})
+    monkeypatch.setattr(classifiers, "BATCHES", {"cpu": (2,)})
+    monkeypatch.setattr(classifiers, "LAYERS", (2, 1))
+    seen = []
+    monkeypatch.setattr(classifiers, "compare", lambda candidates, **_: seen.append(candidates) or [])
+    titles = [table.title for table in classifiers.measure(turns=2, dtype=torch.float32)]
+    assert titles[0] == "BERT's classifier, 2 layers, batch 2, d=32"
+    assert [len(candidates) for candidates in seen] == [6, 3] * 2
+    for candidates in seen:
+        outputs = {name: run() for name, run in candidates.items()}
+        assert outputs["plain, all tokens"].hidden_states[-1].shape[1] == classifiers.LENGTH
+        assert outputs["plain, one token"].hidden_states is None
+        torch.testing.assert_close(
+            outputs["plain, one token"].logits, outputs["plain, all tokens"].logits
+        )
+
+
 def test_summary_has_a_row_for_each_table_of_the_same_candidates(benchmarks):
     module = benchmarks("tables")
 

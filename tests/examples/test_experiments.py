@@ -87,7 +87,7 @@ def make_tiny(translation_runs):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_translation_specialisation_and_transfer(reproduce, data_dir, tmp_path, capsys):
     """The three that build on each other's models."""
     make_tiny(reproduce("translation_runs"))
@@ -146,7 +146,7 @@ def test_translation_specialisation_and_transfer(reproduce, data_dir, tmp_path, 
     assert (tmp_path / "bleu.svg").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cct_translation(reproduce, data_dir, tmp_path, capsys):
     make_tiny(reproduce("translation_runs"))
     module = reproduce("cct_translation")
@@ -172,7 +172,7 @@ def test_cct_translation(reproduce, data_dir, tmp_path, capsys):
     assert set(rows[-1]["measured"]) == {*module.PLAIN, *(f"CCT at {b:g}" for b in module.BUDGETS)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_moa_scaling(reproduce, data_dir, tmp_path, capsys):
     make_tiny(reproduce("translation_runs"))
     module = reproduce("moa_scaling")

@@ -171,7 +171,11 @@ GROUPED_LINES = {"line_by_line": True, "train_sampling_strategy": "group_by_leng
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "changes"),
-    [("clm", {}), ("mlm", GROUPED_LINES), ("translation", {})],
+    [
+        pytest.param("clm", {}, marks=pytest.mark.nightly),
+        ("mlm", GROUPED_LINES),
+        pytest.param("translation", {}, marks=pytest.mark.nightly),
+    ],
     ids=["clm", "mlm of grouped lines", "translation"],
 )
 def test_two_processes_train_as_one(task, changes, arguments, tmp_path):

@@ -46,7 +46,7 @@ def test_resumes_bit_for_bit(task, step, arguments, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "task", ["clm", *(pytest.param(task, marks=pytest.mark.slow) for task in ("mlm", "translation"))]
+    "task", ["clm", *(pytest.param(task, marks=pytest.mark.nightly) for task in ("mlm", "translation"))]
 )
 def test_resumes_bit_for_bit_in_later_epochs(task, arguments, tmp_path):
     """At their ends, where an evaluation follows the checkpoint, and between them."""

@@ -232,8 +232,17 @@ each_mechanism = pytest.mark.parametrize(
 )
 
 
-def each_variant_but(*, slow: tuple[str, ...] = (), **left_out: set[str]) -> pytest.MarkDecorator:
-    """Each family's variants, less those that are named for it; all of the families `slow` are slow."""
+def each_variant_but(
+    *, slow: tuple[str, ...] = (), nightly_but: dict[str, set[str]] | None = None, **left_out: set[str]
+) -> pytest.MarkDecorator:
+    """Each family's variants, less those that are named for it; all of the families `slow` are slow, and
+    of the families in `nightly_but` all but the named ones are nightly."""
+
+    def marks(family: str, name: str) -> list[pytest.MarkDecorator]:
+        is_nightly = nightly_but is not None and name not in nightly_but.get(family, (name,))
+        found = [pytest.mark.nightly] if is_nightly else []
+        return [*found, pytest.mark.slow] if family in slow else found
+
     return pytest.mark.parametrize(
         ("case", "fields"),
         [
@@ -241,7 +250,7 @@ def each_variant_but(*, slow: tuple[str, ...] = (), **left_out: set[str]) -> pyt
                 case,
                 fields,
                 id=f"{case.family.name}-{name}",
-                marks=[pytest.mark.slow] if case.family.name in slow else [],
+                marks=marks(case.family.name, name),
             )
             for case in LANGUAGE_MODELS
             for name, fields in case.family.variants.items()

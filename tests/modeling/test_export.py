@@ -40,9 +40,12 @@ def assert_computes(exported, model, inputs):
             pytest.param(CLASSES[0], name, marks=pytest.mark.slow)
             for name in ("mae-1", "moe", "cct-plain")
         ),
-        *(pytest.param(CLASSES[1], name, marks=pytest.mark.slow) for name in NAMES),
+        *(pytest.param(CLASSES[1], name, marks=pytest.mark.nightly) for name in NAMES),
         *(
-            pytest.param(model_class, name, marks=pytest.mark.slow)  # as steps of generation: all
+            # as steps of generation: all
+            pytest.param(
+                model_class, name, marks=pytest.mark.slow if name == "moa" else pytest.mark.nightly
+            )
             for model_class in CLASSES[2:]
             for name in ("mae-1", "moa", "cct")
         ),
@@ -77,7 +80,14 @@ def test_budget_stays_open_where_it_is_an_input(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [CASE[name] for name in CLASSES[2:]], ids=CLASSES[2:])
-@each_variant
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mae-1",
+        "cct",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mha", "moa", "moe", "cct-plain")),
+    ],
+)
 def test_steps_of_generation_export_with_their_caches(case, name):
     """What the gates remember is an input of the exported step, not a constant of it."""
     model = case.build(**VARIANTS[name])
@@ -108,8 +118,16 @@ def test_steps_of_generation_export_with_their_caches(case, name):
 @pytest.mark.parametrize(
     ("model_class", "name"),
     [
-        *((CLASSES[0], name) for name in NAMES),
-        *((CLASSES[1], name) for name in ("mha", "mae-1", "cct")),
+        *((CLASSES[0], name) for name in ("mae-1", "cct")),
+        (CLASSES[1], "mae-1"),
+        *(
+            pytest.param(model_class, name, marks=pytest.mark.nightly)
+            for model_class, names in {
+                CLASSES[0]: ("mha", "moa", "moe", "cct-plain"),
+                CLASSES[1]: ("mha", "cct"),
+            }.items()
+            for name in names
+        ),
     ],
 )
 def test_onnx_of_encoders(model_class, name):

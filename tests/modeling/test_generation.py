@@ -216,7 +216,9 @@ def test_left_padding_reaches_the_gates_with_a_static_cache(case):
 
 @pytest.mark.slow
 @each_family
-@pytest.mark.parametrize("name", ["mha", "mae-window-3", "cct"])
+@pytest.mark.parametrize(
+    "name", ["mae-window-3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mha", "cct"))]
+)
 def test_compiled_static_decoding_changes_no_token(case, name):
     torch._dynamo.reset()
     model, inputs = build(case, **case.family.variants[name]), prompt(case)

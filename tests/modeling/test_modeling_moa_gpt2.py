@@ -93,7 +93,9 @@ def test_classifier_finds_the_last_token_under_either_padding():
     left, left_mask = right.flip(1), mask.flip(1)
     for tokens, attention_mask in ((right, mask), (left, left_mask)):
         expected = reference(tokens, attention_mask=attention_mask).logits
-        assert torch.equal(model(tokens, attention_mask=attention_mask).logits, expected)
+        torch.testing.assert_close(model(tokens, attention_mask=attention_mask).logits, expected)
+        whole = model(tokens, attention_mask=attention_mask, output_hidden_states=True)
+        assert torch.equal(whole.logits, expected)
 
 
 def test_gates_are_reported_per_position():

@@ -34,6 +34,7 @@ def tokens_computed(model, **inputs):
 
 
 def of_all_tokens(model, **inputs):
+    """The model's output with the last layer of all tokens."""
     number, output = tokens_computed(model, **inputs, output_hidden_states=True)
     assert number == inputs["input_ids"].shape[-1]
     return output
@@ -156,15 +157,26 @@ def test_all_tokens_in_training(case):
 
 @pytest.mark.parametrize("name", ["moa", "moe", "cct"])
 @each_reader
-def test_auxiliary_losses_beside_labels_are_of_all_tokens(case, name):
+def test_labels_change_nothing(case, name):
     model, inputs = case.build(**VARIANTS[name]).double(), case.inputs()
-    labels = case.labels()
-    number, output = tokens_computed(model, **inputs, **labels)
-    assert number == inputs["input_ids"].shape[-1]
-    expected = of_all_tokens(model, **inputs, **labels)
-    assert output.aux_loss == expected.aux_loss
-    plain = case.build().double()
-    assert tokens_computed(plain, **inputs, **labels)[0] == 1
+    number, output = tokens_computed(model, **inputs, **case.labels())
+    assert number == 1
+    expected = of_all_tokens(model, **inputs, **case.labels())
+    torch.testing.assert_close(output.loss, expected.loss, atol=1e-12, rtol=0)
+    _, without = tokens_computed(model, **inputs)
+    assert torch.equal(output.logits, without.logits)
+    if name == "cct":
+        assert torch.equal(output.compute_fraction, without.compute_fraction)
+
+
+@each_reader
+def test_attention_experts_are_counted_for_all_tokens(case):
+    """Routers of attention see all tokens, as before."""
+    model, inputs = case.build(attention_type="moa", num_attention_experts=6, head_dim=12), case.inputs()
+    actual = tokens_computed(model, **inputs)[1].batch_terms
+    expected = of_all_tokens(model, **inputs).batch_terms
+    assert torch.equal(actual["expert_load"]["attention"], expected["expert_load"]["attention"])
+    torch.testing.assert_close(actual["aux_loss"], expected["aux_loss"])
 
 
 def test_compute_counts_the_token_that_is_computed():

@@ -212,7 +212,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
         torch.testing.assert_close(models[1][key], tensor, atol=1e-6, rtol=1e-5, msg=key)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_model_trains_the_same(tmp_path):
     torch._dynamo.reset()
     losses = {}

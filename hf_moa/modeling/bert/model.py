@@ -364,7 +364,7 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
         num_choices = tokens.shape[1]
         if isinstance(budget, Tensor) and budget.ndim > 0:
             budget = budget.repeat_interleave(num_choices)
-        if may_compute_one_token(self, kwargs, labels):
+        if may_compute_one_token(self, kwargs):
             kwargs["last_layer_token"] = 0
         outputs = self.bert(
             _merge_choices(input_ids),

@@ -198,6 +198,10 @@ class BudgetHolder(nn.Module):
     # whether a budget leaves out parts of matrices, and not what gates skip
     skips_whole_parts = False
 
+    def has_all_layers(self, budget: Any) -> bool:
+        """Whether every layer runs at a budget."""
+        return True
+
     def share_of(self, budget: Any, *, layer: int, part: str) -> float:
         """What share of a layer's part is computed at a budget, for `flops`: of what gates can skip, or
         where it `skips_whole_parts`, of all.

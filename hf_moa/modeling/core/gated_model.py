@@ -49,7 +49,7 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
 
         What CCT skips differs from token to token: its layers count as what training holds them to,
         the budget's share of their skippable part. (A batch's own share is in the output's
-        `compute_fraction`.)
+        `compute_fraction`.) A sequence classifier's last layer counts the token that it computes.
 
         Args:
             sequence_length: in tokens; of the encoder in an encoder-decoder model.

@@ -118,7 +118,7 @@ class SequenceClassification(TaskHead):
         """
         if labels is not None:
             inputs |= self.inputs_with_labels
-        if may_compute_one_token(self, inputs, labels):
+        if may_compute_one_token(self, inputs):
             inputs |= self.only_token_read(inputs)
         outputs = self.base_outputs(**inputs)
         logits = self.pooled_logits(outputs, inputs)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..cache.naming import CACHE_NAME
-from .mechanism import mechanisms_of
 
 
 class OneToken(NamedTuple):
@@ -57,31 +56,32 @@ class OneToken(NamedTuple):
                     f"last_layer_token must be a number or a tensor [{batch}], a position for each "
                     f"sequence (got a tensor {list(position.shape)})."
                 )
-            return cls(position % length, (batch, length))
+            return cls(torch.where(position < 0, position + length, position), (batch, length))
         if not -length <= position < length:
             raise ValueError(
                 f"last_layer_token must be a position among {length} tokens (got {position})."
             )
-        return cls(position % length, (batch, length))
+        return cls(position if position >= 0 else position + length, (batch, length))
 
     def gather(self, x: Tensor) -> Tensor:
         """`[B, T, ...]` -> `[B, 1, ...]`."""
-        if isinstance(self.position, int):
-            return x[:, self.position : self.position + 1]
+        if not isinstance(self.position, Tensor):
+            # beside each other: of what has gaps, products may differ with its place in memory
+            return x[:, self.position : self.position + 1].contiguous()
         return x[torch.arange(len(x), device=x.device), self.position.to(x.device)].unsqueeze(1)
 
     def of_pairs(self, x: Tensor) -> Tensor:
         """What this token's query has of each key: `[B or 1, heads, T or 1, S]` -> `[..., 1, S]`."""
         if x.shape[2] == 1:
             return x
-        if isinstance(self.position, int):
+        if not isinstance(self.position, Tensor):
             return x[:, :, self.position : self.position + 1]
         return self.gather(x.expand(self.shape[0], -1, -1, -1).transpose(1, 2)).transpose(1, 2)
 
     def mask_up_to(self, device: torch.device) -> Tensor | None:
         """`[B or 1, 1, 1, T]` bool, the tokens up to this one; None for all."""
         length = self.shape[1]
-        if isinstance(self.position, int):
+        if not isinstance(self.position, Tensor):
             if self.position == length - 1:
                 return None
             visible = torch.arange(length, device=device) <= self.position
@@ -106,14 +106,13 @@ _OF_ALL_TOKENS = (
 _IMPLEMENTATIONS = ("sdpa", "eager")  # whose masks are tensors of pairs
 
 
-def may_compute_one_token(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> bool:
+def may_compute_one_token(model: Any, inputs: dict[str, Any]) -> bool:
     """Whether a head's call of its base model can leave out tokens of the last layer: in eval, where
-    nothing that is returned tells of all of them.
+    nothing is asked for that tells of each token.
 
     Args:
         model: the head's.
         inputs: of the call.
-        labels: of the call; with them, auxiliary losses are of all tokens.
     """
     config = model.config
     if model.training or config._attn_implementation not in _IMPLEMENTATIONS:
@@ -124,4 +123,4 @@ def may_compute_one_token(model: Any, inputs: dict[str, Any], labels: Tensor | N
         asked = inputs.get(name)
         if getattr(config, name, False) if asked is None else asked:
             return False
-    return labels is None or not any(each.has_auxiliary_losses for each in mechanisms_of(config))
+    return True

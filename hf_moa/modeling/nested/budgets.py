@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +66,24 @@ class NestedBudgets(BudgetHolder):
 
     skips_whole_parts = True
 
+    def has_all_layers(self, budget: Any) -> bool:
+        return self._shape_of(budget).layers == self.shapes[0].layers
+
+    @contextmanager
+    def of_whole_layers(self, budget: Any) -> Iterator[None]:
+        """Have all heads and neurons of a budget's layers at the largest budget, meanwhile."""
+        shapes = self.shapes
+        self.shapes = (shapes[0]._replace(layers=self._shape_of(budget).layers), *shapes[1:])
+        try:
+            yield
+        finally:
+            self.shapes = shapes
+
+    def _shape_of(self, budget: Any) -> Shape:
+        return self.shapes[self.values.index(self.share(budget))]
+
     def share_of(self, budget: Any, *, layer: int, part: str) -> float:
-        shape, full = self.shapes[self.values.index(self.share(budget))], self.shapes[0]
+        shape, full = self._shape_of(budget), self.shapes[0]
         if layer not in shape.layers:
             return 0.0
         if part == "gate":
