@@ -225,8 +225,16 @@ def _run_all(model: Callable[..., Any], batches: list[dict], kwargs: dict[str, A
 
 
 def development_batches(
-    settings: Settings, options: argparse.Namespace, tokenizer: Path, device: str
+    settings: Settings,
+    options: argparse.Namespace,
+    tokenizer: Path,
+    device: str,
+    *,
+    train: int | None = None,
 ) -> list[dict]:
+    """The first examples of the development set, in batches of the latency's size; or `train` of the
+    training set, with labels."""
+    import torch
     from datasets import load_dataset
     from transformers import AutoTokenizer
 
@@ -237,14 +245,16 @@ def development_batches(
         splits = load_dataset("nyu-mll/glue", task)
     else:
         splits = load_glue_tsv(options.data_dir, task)
-    rows = splits["validation_matched" if task == "mnli" else "validation"][:LATENCY_EXAMPLES]
+    validation = "validation_matched" if task == "mnli" else "validation"
+    rows = splits[validation][:LATENCY_EXAMPLES] if train is None else splits["train"][:train]
     texts = [rows[name] for name in GLUE_TASKS[task].text_columns]
     tokenize = partial(
         AutoTokenizer.from_pretrained(tokenizer), padding=True, truncation=True, max_length=128
     )
     return [
         dict(tokenize(*(t[i : i + size] for t in texts), return_tensors="pt").to(device))
-        for i in range(0, LATENCY_EXAMPLES, size)
+        | ({} if train is None else {"labels": torch.tensor(rows["label"][i : i + size])})
+        for i in range(0, len(texts[0]), size)
     ]
 
 

@@ -45,6 +45,17 @@ class GatingArguments:
     ffn_type: str | None = _configured("moe: a mixture of feed-forward experts.")
     num_ffn_experts: int | None = _configured("Feed-forward experts per layer.")
     num_ffn_experts_per_token: int | None = _configured("Feed-forward experts active for a token.")
+    nested_budgets: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Nested budgets, such as 1 0.5 0.33: at each one the model is a smaller one, the first "
+            "heads and feed-forward neurons of every layer. (hf_moa.upcycle(..., importance=...) sorts "
+            "them first.)"
+        },
+    )
+    nested_heads: list[int] | None = _configured("Heads at each nested budget.")
+    nested_ffn_sizes: list[int] | None = _configured("Feed-forward neurons at each nested budget.")
+    nested_layers: list[int] | None = _configured("Layers at each nested budget.")
     cct_budgets: list[str] | None = field(
         default=None,
         metadata={
@@ -57,7 +68,7 @@ class GatingArguments:
     eval_budgets: bool = field(
         default=False,
         metadata={
-            "help": "CCT: at the end, evaluate at each budget; print the table and write it to "
+            "help": "At the end, evaluate at each budget; print the table and write it to "
             "budget_results_<name>.json."
         },
     )
@@ -125,8 +136,8 @@ def _check_fields(model: PreTrainedModel, fields: dict[str, Any]) -> None:
 
 def check_budgets(model: PreTrainedModel, gating_args: GatingArguments) -> None:
     """Raise a ValueError where budgets are asked of a model that has none."""
-    if gating_args.eval_budgets and not getattr(model.config, "cct_budgets", None):
+    if gating_args.eval_budgets and not getattr(model.config, "listed_budgets", None):
         raise ValueError(
-            "`eval_budgets` needs a model with CCT gates: give `cct_budgets`, or start from a "
-            f"checkpoint that has them (got {model.config.name_or_path or 'a new model'} without)."
+            "`eval_budgets` needs a model with budgets: give `nested_budgets` or `cct_budgets`, or start "
+            f"from a checkpoint that has them (got {model.config.name_or_path or 'a new model'} without)."
         )

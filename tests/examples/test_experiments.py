@@ -258,7 +258,7 @@ def test_language_models(reproduce, data_dir, tmp_path, capsys, name):
     assert report_of(module, results, tmp_path, capsys).count("| 1 |") == len(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_upcycled_checkpoint_against_fewer_layers(
     reproduce,
     checkpoint,  # noqa: F811
@@ -293,6 +293,44 @@ def test_upcycled_checkpoint_against_fewer_layers(
     shutil.rmtree(tmp_path / "models/mrpc/2layers")
     module.EXPERIMENT.main([*argv, "--models_dir", str(tmp_path / "models"), "--phases", "latency"])
     assert set(rows_of(results)[-1]["measured"]) == set(rows[-1]["measured"])
+
+
+@pytest.mark.slow
+def test_budgets_of_one_checkpoint_against_cut_models(
+    reproduce,
+    checkpoint,  # noqa: F811
+    glue_dir,  # noqa: F811
+    tmp_path,
+    capsys,
+):
+    module = reproduce("minilm_budgets")
+    module.SEEDS, module.IMPORTANCE_EXAMPLES = (1, 2), 8
+    for task in set(module.TASKS) - {"mrpc"}:
+        del module.TASKS[task]
+    module.TASKS["mrpc"] = {"max_train_samples": 16, "num_train_epochs": 1}
+    module.CUT.clear()
+    module.CUT["2 layers"] = (0,)
+    module.MODELS = tuple(name for name in module.MODELS if name != "3 layers")
+    module.BUDGETS, module.NESTED_LAYERS = (1.0, 0.5, 0.25), (2, 2, 1)
+    results = tmp_path / "results.jsonl"
+    argv = ["--model_name_or_path", checkpoint, "--data_dir", glue_dir, "--results", str(results)]
+    module.EXPERIMENT.main([*argv, "--models_dir", str(tmp_path / "models")])
+    rows = rows_of(results)
+    assert len(rows) == 2 * 5 + 2  # models of two seeds; latencies
+    kept = {path.name for path in (tmp_path / "models" / "mrpc").iterdir() if path.is_dir()}
+    students = {"plain_distilled", "2layers", "nested", "CCT"}
+    assert kept == {"plain-1", "plain-2", *(f"{student}-1" for student in students)}
+    nested = next(row["measured"] for row in rows if row["settings"].get("model") == "nested")
+    assert nested["compute at 1"] == 1
+    assert nested["compute at 0.25"] < nested["compute at 0.5"] < 0.6
+    assert set(rows[-1]["measured"]) == {
+        "plain",
+        "2 layers",
+        *(f"{model} at {budget:g}" for model in module.GATED for budget in module.BUDGETS),
+    }
+    shown = report_of(module, results, tmp_path, capsys)
+    assert "| nested at 0.25 | 2 |" in shown
+    assert (tmp_path / "accuracy_batch_32.svg").is_file()
 
 
 @pytest.mark.slow

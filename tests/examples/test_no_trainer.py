@@ -400,7 +400,7 @@ def test_starts_from_a_checkpoint(arguments, tmp_path):
             "`average_checkpoints` must be at least 0",
         ),
         ({"max_train_steps": 0}, "`max_train_steps` must be at least 1"),
-        ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT"),
+        ({"eval_budgets": True}, "`eval_budgets` needs a model with budgets"),
         ({"mae_training": "bcd"}, "mae_training='bcd' needs a model with MAE"),
         ({"cct_noise_steps": 5}, "cct_noise_steps needs a model with CCT"),
         ({"resume_from_checkpoint": "nowhere"}, "`resume_from_checkpoint` must be .*nowhere"),

@@ -263,7 +263,7 @@ def test_the_same_text_gives_the_same_tokenizer():
         ({"validation_file": None}, "validation text is needed: give `validation_file`"),
         ({"train_file": "nowhere.txt"}, r"`train_file` must be a text file.*nowhere.txt"),
         ({"dataset_name": "wikitext"}, "either `dataset_name` or files"),
-        ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT gates"),
+        ({"eval_budgets": True}, "`eval_budgets` needs a model with budgets"),
         (
             {"generate_samples": 1, "do_eval": False},
             "`generate_samples` .*`do_predict` or `do_eval`",

@@ -155,6 +155,18 @@ def test_moa_trains_and_saves_a_gated_model(run_glue, arguments):
     assert {name: getattr(config, name) for name in fields} == fields
 
 
+def test_nested_budgets_are_distilled_and_evaluated(run_glue, arguments):
+    arguments.update(
+        attention_type="mha", nested_budgets=[1, 0.5], nested_layers=[2, 1], budget_sampling="all",
+        teacher="self", eval_budgets=True,
+    )  # fmt: skip
+    run_glue.main(command_line(arguments))
+    assert saved_model(arguments).config.nested_layers == [2, 1]
+    rows = read_json(arguments, "budget_results_mrpc.json")
+    assert [row["budget"] for row in rows] == [1, 0.5]
+    assert rows[0]["compute_fraction"] == 1 > rows[1]["compute_fraction"]
+
+
 def test_cct_anneals_its_noise_and_is_evaluated_at_each_budget(run_glue, arguments, capsys, monkeypatch):
     scales = []
     model_class = hf_moa.MoaBertForSequenceClassification
@@ -460,7 +472,7 @@ def test_checkpoint_that_numbers_the_classes_differently(run_glue, arguments, tm
     [
         ({"task_name": "squad"}, r"`task_name` must be one of cola.*\(got 'squad'\)"),
         ({"mae_num_dropped_heads": 2}, r"`mae_num_dropped_heads` .*need `attention_type`"),
-        ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT gates"),
+        ({"eval_budgets": True}, "`eval_budgets` needs a model with budgets"),
         ({"max_eval_samples": -1}, r"`max_eval_samples` must be at least 1 \(got -1\)"),
         ({"cct_noise_steps": 5}, "cct_noise_steps needs a model with CCT"),
         ({"mae_training": "bcd"}, "mae_training='bcd' needs a model with MAE"),

@@ -125,7 +125,7 @@ def test_test_questions_are_answered(arguments, files, unanswered, tmp_path, cap
         ({"n_best_size": 0}, "`n_best_size` must be at least 1"),
         ({"validation_file": None}, "give `validation_file`"),
         ({"validation_file": "nowhere.json"}, "`validation_file` must be a file of questions"),
-        ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT gates"),
+        ({"eval_budgets": True}, "`eval_budgets` needs a model with budgets"),
         (
             {"eval_strategy": "epoch", "train_sampling_strategy": "group_by_length"},
             "`train_sampling_strategy` group_by_length would change the order",

@@ -335,7 +335,7 @@ def test_stopped_run_resumes_as_if_it_had_not_stopped(arguments, tmp_path):
         ({"do_predict": True, "predict_with_generate": False}, "needs `predict_with_generate`"),
         ({"config_overrides": "n_layer=2"}, "`n_layer` must be a field of MoaT5Config"),
         ({"mae_num_dropped_heads": 2}, "`mae_num_dropped_heads` .*need `attention_type`"),
-        ({"eval_budgets": True}, "`eval_budgets` needs a model with CCT gates"),
+        ({"eval_budgets": True}, "`eval_budgets` needs a model with budgets"),
     ],
 )
 def test_arguments_that_cannot_work_are_errors(arguments, changes, message):

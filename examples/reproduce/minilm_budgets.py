@@ -1,0 +1,309 @@
+"""One checkpoint with several speeds against models cut to fewer layers, all distilled alike.
+
+A pretrained sentence encoder of 6 layers (MiniLM) is finetuned on a task. This plain model then teaches
+its students, which start from its weights and train as long again: itself; its cuts to 3 and 2 layers;
+one checkpoint with nested budgets, the smallest with fewer layers; and one with CCT. Both checkpoints
+train every budget in each step:
+
+    python examples/reproduce/minilm_budgets.py --model_name_or_path $MINILM --data_dir $GLUE \
+        --models_dir runs/minilm_budgets
+
+Every classifier is of this package, and computes its last layer for the first token only; times are of
+eval, in a phase of their own that wants a machine that does nothing else (`--phases latency`). Learning
+rates are those that `upcycled_minilm.py` chose for MiniLM with as many layers. A run that was stopped
+goes on where it was. The report, once or while runs are under way:
+
+    python examples/reproduce/minilm_budgets.py --report model_cards/minilm_budgets
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiment import GLUE_DIR, Experiment, Phase
+from figures import draw_line, panels, save
+from runs import Results, Settings
+from scripts import TRAINER_FLAGS, Flags, budget_argument, claimed, run_script
+from summaries import Point, above_line, at_budget, by_seed, latest, time_and_machine, with_deviation
+from upcycled_minilm import BATCH_SIZES, LATENCY_EXAMPLES, development_batches, read_run
+
+from hf_moa.markdown import table
+
+BUDGETS = (1.0, 0.5, 0.33, 0.2)
+NESTED_LAYERS = (6, 6, 6, 4)
+SEEDS = (1, 2, 3)
+IMPORTANCE_EXAMPLES = 1024
+
+# training examples and epochs
+TASKS = {
+    "sst2": {"max_train_samples": 20_000, "num_train_epochs": 3},
+    "qnli": {"max_train_samples": 9_000, "num_train_epochs": 4},
+    "mnli": {"max_train_samples": 9_000, "num_train_epochs": 4},
+}
+PLAIN, ITSELF, NESTED, CCT = "plain", "plain, distilled", "nested", "CCT"
+CUT = {"3 layers": (0, 2, 4), "2 layers": (0, 3)}  # the layers that stay
+GATED = (NESTED, CCT)
+MODELS = (PLAIN, ITSELF, *CUT, *GATED)
+RATES = {**dict.fromkeys(MODELS, 1e-4), "2 layers": 2e-4}
+TRAINING: Flags = {
+    **TRAINER_FLAGS,
+    "bf16": True,
+    "do_train": True,
+    "do_eval": True,
+    "pad_to_max_length": False,
+    "warmup_steps": 0.1,
+    "per_device_train_batch_size": 32,
+    "per_device_eval_batch_size": 64,
+    "train_sampling_strategy": "group_by_length",
+}
+OF_BUDGETS: Flags = {"budget_sampling": "all", "eval_budgets": True}
+
+
+def training_runs(results: Results) -> list[Settings]:
+    return [
+        {"task": task, "model": model, "learning_rate": RATES[model], "seed": seed}
+        for seed in SEEDS
+        for task in TASKS
+        for model in MODELS
+    ]
+
+
+def latency_runs(results: Results) -> list[Settings]:
+    return [
+        {"task": task, "latency_of_batch": size, "seed": SEEDS[0]}
+        for task in TASKS
+        for size in BATCH_SIZES
+    ]
+
+
+def train(settings: Settings, options: argparse.Namespace) -> dict:
+    """A run; its model is kept where it teaches, or is timed."""
+    if settings["model"] == PLAIN or settings["seed"] == SEEDS[0]:
+        return _train(settings, options, model_folder(settings, options))
+    with tempfile.TemporaryDirectory() as folder:
+        return _train(settings, options, Path(folder))
+
+
+def model_folder(settings: Settings, options: argparse.Namespace) -> Path:
+    name = settings["model"].replace(", ", "_").replace(" ", "")
+    return Path(options.models_dir, settings["task"], f"{name}-{settings['seed']}")
+
+
+def trained(settings: Settings, options: argparse.Namespace) -> Path:
+    """The folder of a model, which is trained again where it is gone."""
+    folder = model_folder(settings, options)
+    with claimed(folder):
+        if not (folder / "all_results.json").is_file():
+            _train(settings, options, folder)
+    return folder
+
+
+def _train(settings: Settings, options: argparse.Namespace, folder: Path) -> dict:
+    task, model = settings["task"], settings["model"]
+    flags = {
+        **TRAINING,
+        **TASKS[task],
+        **({} if options.data_dir is None else {"data_dir": options.data_dir}),
+        "model_name_or_path": options.model_name_or_path,
+        "task_name": task,
+        "learning_rate": settings["learning_rate"],
+        "seed": settings["seed"],
+    }
+    if model == PLAIN:
+        return read_run(run_script("run_glue", flags, folder), folder, task)
+    teacher = trained(settings | {"model": PLAIN, "learning_rate": RATES[PLAIN]}, options)
+    with tempfile.TemporaryDirectory() as start:
+        make_student(model, teacher, task, options, start)
+        flags |= {"model_name_or_path": start, "teacher": teacher}
+        if model in GATED:
+            flags |= OF_BUDGETS
+        return read_run(run_script("run_glue", flags, folder), folder, task)
+
+
+def make_student(model: str, teacher: Path, task: str, options: argparse.Namespace, folder: str) -> None:
+    """Write what a student starts from."""
+    from torch import nn
+    from transformers import AutoTokenizer, BertForSequenceClassification
+
+    from hf_moa import importance, upcycle
+
+    student: Any = BertForSequenceClassification.from_pretrained(teacher)
+    if model in CUT:
+        student.bert.encoder.layer = nn.ModuleList(student.bert.encoder.layer[i] for i in CUT[model])
+        student.config.num_hidden_layers = len(CUT[model])
+    elif model in GATED:
+        scores = importance(student, training_batches(task, teacher, options))
+        if model == NESTED:
+            fields = {"nested_budgets": list(BUDGETS), "nested_layers": list(NESTED_LAYERS)}
+        else:
+            fields = {"cct_budgets": list(BUDGETS)}
+        student = upcycle(student, "mha", importance=scores, **fields)
+    student.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(teacher).save_pretrained(folder)
+
+
+def training_batches(task: str, tokenizer: Path, options: argparse.Namespace) -> list[dict]:
+    """Labelled ones, for the importance of heads and neurons."""
+    of_size = {"task": task, "latency_of_batch": 32}
+    return development_batches(of_size, options, tokenizer, "cpu", train=IMPORTANCE_EXAMPLES)
+
+
+def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds per example for the first development examples in batches, by model and budget."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from hf_moa import upcycle
+    from hf_moa.timing import compare
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run = {"task": settings["task"], "seed": settings["seed"]}
+    folders = {
+        model: trained(run | {"model": model, "learning_rate": RATES[model]}, options)
+        for model in MODELS
+        if model != ITSELF  # as fast as the plain one
+    }
+    batches = development_batches(settings, options, folders[PLAIN], device)
+    candidates = {}
+    for name, folder in folders.items():
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        if name not in GATED:
+            model = upcycle(model, "mha")  # which computes its last layer for the first token only
+        model = model.to(device).eval()
+        for column, budget in columns(name).items():
+            candidates[column] = partial(_run_all, model, batches, budget_argument(budget))
+    with torch.inference_mode():
+        times = compare(candidates, turns=11, title="latency")
+    return {time.name: time.value / LATENCY_EXAMPLES for time in times}
+
+
+def _run_all(model: Any, batches: list[dict], kwargs: dict[str, Any]) -> None:
+    for batch in batches:
+        model(**batch, **kwargs)
+
+
+def columns(model: str) -> dict[str, float | None]:
+    """What the report calls a model at each of its budgets -> the budget."""
+    return {at_budget(model, budget): budget for budget in (BUDGETS if model in GATED else (None,))}
+
+
+def report(results: Results, folder: Path) -> str:
+    """Tables in Markdown; the figures are written to `folder`."""
+    parts = []
+    tasks = [task for task in TASKS if results.find(task=task, model=PLAIN)]
+    for size in BATCH_SIZES:
+        timed = [task for task in tasks if latest(results, task=task, latency_of_batch=size)]
+        if timed:
+            draw(results, timed, size, folder / f"accuracy_batch_{size}.svg")
+    for task in tasks:
+        examples, epochs = TASKS[task]["max_train_samples"], TASKS[task]["num_train_epochs"]
+        parts += [
+            f"### {task.upper()}: {examples:,} training examples, {epochs} epochs",
+            task_table(results, task),
+            table_against_cut(results, task),
+            time_and_machine(results, task=task),
+        ]
+    return "\n\n".join(parts)
+
+
+def task_table(results: Results, task: str) -> str:
+    """Accuracy, share of the gated compute, and time, of each model and budget."""
+    latency = {size: latest(results, task=task, latency_of_batch=size) for size in BATCH_SIZES}
+    rows = []
+    for model in MODELS:
+        for column, budget in columns(model).items():
+            timed = PLAIN if model == ITSELF else column
+            times = [
+                f"{found[timed]:.2f} ({found[PLAIN] / found[timed]:.2f}x)" if found else "-"
+                for found in latency.values()
+            ]
+            accuracy = accuracies(results, task, model, budget)
+            compute = with_deviation(computes(results, task, model, budget), "{:.2f}")
+            rows.append([column, str(len(accuracy)), with_deviation(accuracy.values()), compute, *times])
+    heads = [f"ms per example, batch {size} (speed-up)" for size in BATCH_SIZES]
+    return table(["model", "seeds", "accuracy", "compute fraction", *heads], rows)
+
+
+def table_against_cut(results: Results, task: str) -> str:
+    """How far each budget is above what models of fewer layers give in the same time."""
+    rows = []
+    for model in GATED:
+        for column, budget in columns(model).items():
+            apart = (above_cut(results, task, model, budget, size) for size in BATCH_SIZES)
+            rows.append([column, *(with_deviation(values, sign=True) for values in apart)])
+    heads = [f"points above the cut models' line, batch {size}" for size in BATCH_SIZES]
+    return table(["model", *heads], rows)
+
+
+def above_cut(results: Results, task: str, model: str, budget: float | None, size: int) -> list[float]:
+    """Points of accuracy, seed by seed."""
+    times = latest(results, task=task, latency_of_batch=size)
+    if not times:
+        return []
+
+    def point(model: str, budget: float | None) -> Point:
+        time = times[PLAIN if model == ITSELF else at_budget(model, budget)]
+        return dict.fromkeys(SEEDS, time), accuracies(results, task, model, budget)
+
+    return above_line(point(model, budget), (point(each, None) for each in (ITSELF, *CUT)))
+
+
+def accuracies(results: Results, task: str, model: str, budget: float | None) -> dict[int, float]:
+    """In per cent, by seed."""
+    found = by_seed(results, at_budget("accuracy", budget), task=task, model=model)
+    return {seed: 100 * value for seed, value in found.items()}
+
+
+def computes(results: Results, task: str, model: str, budget: float | None) -> list[float]:
+    if budget is None:
+        return []
+    return list(by_seed(results, at_budget("compute", budget), task=task, model=model).values())
+
+
+def draw(results: Results, tasks: list[str], size: int, path: Path) -> None:
+    """Accuracy against time in batches of a size: the cut models, and the two checkpoints."""
+    lines = {
+        "6, 3 and 2 layers, each distilled by itself": (ITSELF, *CUT),
+        "one checkpoint, nested budgets": (NESTED,),
+        "one checkpoint, CCT": (CCT,),
+    }
+    figure, axes = panels(len(tasks))
+    for axis, task in zip(axes, tasks, strict=True):
+        found = latest(results, task=task, latency_of_batch=size)
+        for style, (name, models) in enumerate(lines.items(), 1):
+            points = [
+                (found[PLAIN if model == ITSELF else column], list(values.values()))
+                for model in models
+                for column, budget in columns(model).items()
+                if (values := accuracies(results, task, model, budget))
+            ]
+            if points:
+                draw_line(axis, points, style, label=name)
+        axis.set_title(task.upper())
+        axis.set_xlabel(f"ms per example, batches of {size}")
+        axis.set_ylabel("development accuracy (%)")
+    save(figure, axes, path)
+
+
+EXPERIMENT = Experiment(
+    name="minilm_budgets",
+    description=__doc__,
+    phases=(
+        Phase("training", training_runs, train),
+        Phase("latency", latency_runs, measure_latency),
+    ),
+    report=report,
+    needed={
+        "model_name_or_path": "a pretrained BERT of 6 layers",
+        "models_dir": "where plain models are kept, and those of the first seed, to be timed",
+    },
+    optional=GLUE_DIR,
+    plan=lambda: [TRAINING, OF_BUDGETS, TASKS, CUT, NESTED_LAYERS, BUDGETS, IMPORTANCE_EXAMPLES],
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()
