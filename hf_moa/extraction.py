@@ -59,8 +59,8 @@ def _target(
     plain_config: Any = CONFIG_MAPPING[family.model_type]
     is_plain = not getattr(config, "pre_norm", False)
     if "head_dim" in family.extra_fields and "d_kv" not in inherited:
-        is_plain = is_plain and shape.heads * config.attention_head_dim == config.hidden_size
-        inherited["head_dim"] = config.attention_head_dim
+        is_plain = is_plain and shape.heads * config.head_dim == config.hidden_size
+        inherited["head_dim"] = config.head_dim
     if is_plain:
         own = family.config_class.__annotations__
         inherited = {k: v for k, v in inherited.items() if k not in own or hasattr(plain_config, k)}

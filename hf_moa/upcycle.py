@@ -212,10 +212,10 @@ def _target_config(
             "pre_norm must stay as the source has it: moving the LayerNorms would change what it "
             f"computes (got {config.pre_norm!r})."
         )
-    if config.attention_head_dim != head_dim:
+    if config.head_dim != head_dim:
         raise ValueError(
             f"head_dim must be the source's, {head_dim}, whose heads the experts start from (got "
-            f"{config.attention_head_dim!r}); leave it out."
+            f"{config.head_dim!r}); leave it out."
         )
     if attention_type == "moa":
         config.num_attention_experts = config.attention_experts

@@ -48,14 +48,20 @@ class GatingArguments:
     nested_budgets: list[float] | None = field(
         default=None,
         metadata={
-            "help": "Nested budgets, such as 1 0.5 0.33: at each one the model is a smaller one, the first "
-            "heads and feed-forward neurons of every layer. (hf_moa.upcycle(..., importance=...) sorts "
-            "them first.)"
+            "help": "Nested budgets, such as 1 0.5 0.33: at each one the model is a smaller one, the "
+            "first heads and feed-forward neurons of every layer. (hf_moa.upcycle(..., importance=...) "
+            "sorts them first.)"
         },
     )
-    nested_heads: list[int] | None = _configured("Heads at each nested budget.")
-    nested_ffn_sizes: list[int] | None = _configured("Feed-forward neurons at each nested budget.")
-    nested_layers: list[int] | None = _configured("Layers at each nested budget.")
+    nested_heads: list[int] | None = field(
+        default=None, metadata={"help": "Heads at each nested budget. None: the budget's share."}
+    )
+    nested_ffn_sizes: list[int] | None = field(
+        default=None, metadata={"help": "Feed-forward neurons at each. None: the budget's share."}
+    )
+    nested_layers: list[int] | None = field(
+        default=None, metadata={"help": "Layers at each. None: all of them."}
+    )
     cct_budgets: list[str] | None = field(
         default=None,
         metadata={
@@ -138,6 +144,7 @@ def check_budgets(model: PreTrainedModel, gating_args: GatingArguments) -> None:
     """Raise a ValueError where budgets are asked of a model that has none."""
     if gating_args.eval_budgets and not getattr(model.config, "listed_budgets", None):
         raise ValueError(
-            "`eval_budgets` needs a model with budgets: give `nested_budgets` or `cct_budgets`, or start "
-            f"from a checkpoint that has them (got {model.config.name_or_path or 'a new model'} without)."
+            "`eval_budgets` needs a model with budgets: give `nested_budgets` or `cct_budgets`, or "
+            "start from a checkpoint that has them (got "
+            f"{model.config.name_or_path or 'a new model'} without)."
         )

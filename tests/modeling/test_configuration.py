@@ -1,5 +1,6 @@
 """The configurations: defaults, rules, and errors that name the field, the rule and the value."""
 
+import json
 import re
 
 import pytest
@@ -32,13 +33,28 @@ def test_paper_names():
     config = MoaBertConfig(
         attention_type="moa", num_attention_heads=8, num_attention_experts=16, head_dim=128
     )
-    assert (config.num_attention_heads, config.attention_experts, config.attention_head_dim) == (
+    assert (config.num_attention_heads, config.attention_experts, config.head_dim) == (
         8,
         16,
         128,
     )
     assert MoaBertConfig(attention_type="moa").attention_experts == 24
-    assert MoaBertConfig().attention_head_dim == 64
+    assert MoaBertConfig().head_dim == 64
+
+
+@pytest.mark.parametrize("family", [BERT, GPT2], ids=lambda family: family.name)
+def test_size_of_a_head_is_a_number_that_is_not_saved(family, tmp_path):
+    config = family.config()
+    assert config.head_dim == config.hidden_size // config.num_attention_heads == 8
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()).get("head_dim") is None
+    other = type(config).from_pretrained(tmp_path, num_attention_heads=2)
+    assert other.head_dim == 16  # not that of another number of heads
+    config.num_attention_heads = 8
+    assert config.head_dim == 4
+    config.head_dim = 12
+    config.save_pretrained(tmp_path)
+    assert type(config).from_pretrained(tmp_path, num_attention_heads=2).head_dim == 12
 
 
 BAD = [
@@ -236,9 +252,9 @@ def test_budgets_of_t5():
 
 def test_names_of_t5_and_gpt2_are_understood():
     config = T5.config(attention_type="moa", head_dim=12, num_attention_heads=2)
-    assert (config.d_kv, config.num_heads, config.attention_head_dim) == (12, 2, 12)
+    assert (config.d_kv, config.num_heads, config.head_dim) == (12, 2, 12)
     config = GPT2.config(num_attention_heads=2)
-    assert (config.n_head, config.attention_head_dim, config.ffn_size) == (2, 16, 48)
+    assert (config.n_head, config.head_dim, config.ffn_size) == (2, 16, 48)
     assert GPT2.config(n_inner=None).ffn_size == 128
 
 

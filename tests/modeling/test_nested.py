@@ -49,7 +49,7 @@ def reference(case, model, budget, **fields):
         for name, parameter in plain.named_parameters():
             axis = 0 if "c_proj" in name else 1
             if _OF_HEADS.fullmatch(name):
-                parameter.movedim(axis, 0)[shape.heads * config.attention_head_dim :] = 0
+                parameter.movedim(axis, 0)[shape.heads * config.head_dim :] = 0
             elif _OF_NEURONS.fullmatch(name):
                 parameter.movedim(axis, 0)[shape.neurons :] = 0
     for module in plain.modules():
@@ -99,7 +99,7 @@ def test_equals_the_model_without_the_other_heads_neurons_and_layers(case, form,
         want = torch.zeros_like(parameter) if want is None else want.clone()
         axis = 0 if "c_proj" in name else 1  # the removed inputs have no gradient
         if _OF_HEADS.fullmatch(name):
-            want.movedim(axis, 0)[shape.heads * model.config.attention_head_dim :] = 0
+            want.movedim(axis, 0)[shape.heads * model.config.head_dim :] = 0
         elif _OF_NEURONS.fullmatch(name):
             want.movedim(axis, 0)[shape.neurons :] = 0
         torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9, msg=lambda m, n=name: f"{n}: {m}")

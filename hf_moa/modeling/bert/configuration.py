@@ -7,6 +7,7 @@ from typing import ClassVar
 from transformers import BertConfig
 
 from ..config.gating import GatingConfig
+from ..config.head_dim import HeadDim
 from ..core.fields import check_activation, check_bool, check_number
 
 
@@ -19,7 +20,8 @@ class MoaBertConfig(GatingConfig, BertConfig):
 
     Args:
         head_dim (`int` or `None`, defaults to `None`):
-            Size of one attention head. `None` means hidden_size / num_attention_heads.
+            Size of one attention head. `None` means hidden_size / num_attention_heads, which reading it
+            gives.
         pre_norm (`bool`, defaults to `False`):
             Normalise the input of each sub-layer instead of its output, and the encoder's output
             once (the layout of the CCT paper). `False` is BERT's post-LN.
@@ -60,7 +62,7 @@ class MoaBertConfig(GatingConfig, BertConfig):
     )
     backbone_scales: ClassVar[tuple[str, ...]] = ("layer_norm_eps", "initializer_range")
 
-    head_dim: int | None = None
+    head_dim: int | None = HeadDim()  # type: ignore[assignment]  # reads and writes the field
     pre_norm: bool = False
     sparse_prediction: bool = False
 
@@ -76,7 +78,3 @@ class MoaBertConfig(GatingConfig, BertConfig):
     @property
     def ffn_size(self) -> int:
         return self.intermediate_size
-
-    @property
-    def attention_head_dim(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads

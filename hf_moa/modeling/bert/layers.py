@@ -42,7 +42,7 @@ class MoaBertSelfAttention(AttentionFlow):
                 config,
                 hidden_size=config.hidden_size,
                 num_heads=config.num_attention_heads,
-                head_dim=config.attention_head_dim,
+                head_dim=config.head_dim,  # type: ignore[arg-type]  # a number
                 gates_are_causal=config.is_decoder,
                 output_dropout=config.hidden_dropout_prob,
                 norm=partial(nn.LayerNorm, eps=config.layer_norm_eps),

@@ -251,11 +251,6 @@ class GatingConfig(
         raise NotImplementedError
 
     @property
-    def attention_head_dim(self) -> int:
-        """Size of one attention head, whatever the backbone calls it."""
-        raise NotImplementedError
-
-    @property
     def attention_experts(self) -> int:
         """N of MoA: `num_attention_experts`, or twice the active heads."""
         return self.num_attention_experts or 2 * self.num_attention_heads

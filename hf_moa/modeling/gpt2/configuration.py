@@ -7,6 +7,7 @@ from typing import ClassVar
 from transformers import GPT2Config
 
 from ..config.gating import GatingConfig
+from ..config.head_dim import HeadDim
 from ..core.fields import check_activation, check_int
 
 
@@ -19,7 +20,7 @@ class MoaGPT2Config(GatingConfig, GPT2Config):
 
     Args:
         head_dim (`int` or `None`, defaults to `None`):
-            Size of one attention head. `None` means n_embd / n_head.
+            Size of one attention head. `None` means n_embd / n_head, which reading it gives.
 
     Raises:
         ValueError: a field breaks its rule; the message names the field, the rule and the value.
@@ -47,7 +48,7 @@ class MoaGPT2Config(GatingConfig, GPT2Config):
     )
     backbone_scales: ClassVar[tuple[str, ...]] = ("layer_norm_epsilon", "initializer_range")
 
-    head_dim: int | None = None
+    head_dim: int | None = HeadDim()  # type: ignore[assignment]  # reads and writes the field
 
     def validate_gating(self) -> None:
         super().validate_gating()
@@ -59,7 +60,3 @@ class MoaGPT2Config(GatingConfig, GPT2Config):
     @property
     def ffn_size(self) -> int:
         return self.n_inner if self.n_inner is not None else 4 * self.n_embd
-
-    @property
-    def attention_head_dim(self) -> int:
-        return self.head_dim or self.n_embd // self.n_head

@@ -39,7 +39,8 @@ class MoaGPT2Attention(AttentionFlow):
     dropout_name = "attn_dropout"
 
     def __init__(self, config: MoaGPT2Config, *, layer_idx: int, is_cross_attention: bool = False):
-        d, head_dim = config.n_embd, config.attention_head_dim
+        d: int = config.n_embd
+        head_dim: Any = config.head_dim
         scaling = head_dim**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scaling /= layer_idx + 1

@@ -20,7 +20,7 @@ _ZHANG = """@inproceedings{zhang-etal-2022-mixture,
 def in_words(config: Any) -> str:
     return (
         f"**MoA** (Zhang et al. 2022). An attention layer has {config.attention_experts} heads of size "
-        f"{config.attention_head_dim}, each with query and output projections of its own, and one key "
+        f"{config.head_dim}, each with query and output projections of its own, and one key "
         "and one value projection for all. A router sends each token to "
         f"{config.num_attention_heads} of them and weighs what they give."
     )

@@ -130,10 +130,6 @@ class MoaT5Config(GatingConfig, T5Config):
     def ffn_size(self) -> int:
         return self.d_ff
 
-    @property
-    def attention_head_dim(self) -> int:
-        return self.d_kv
-
 
 def _is_pair(budget: Any) -> bool:
     return isinstance(budget, (list, tuple))
