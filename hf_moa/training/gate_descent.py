@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_moa.gated_models import is_instance_by_name
-from hf_moa.modeling.core.process_sum import has_several_processes
+from hf_moa.modeling.core.process_sum import in_process_group
 from hf_moa.modeling.core.sharding import DTensor
 from hf_moa.modeling.mae.mixture import MaeGate
 
@@ -210,7 +210,7 @@ def _average_over_processes(parameters: list[nn.Parameter]) -> None:
     """Average the gradients over the processes, of parameters that each process has whole."""
     found = [p.grad for p in parameters]
     gradients = [grad for grad in found if grad is not None and not isinstance(grad, DTensor)]
-    if not gradients or not has_several_processes():
+    if not gradients or not in_process_group():
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)

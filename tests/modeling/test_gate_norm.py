@@ -4,9 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from families import CASE
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import jvp
+from torch.optim.swa_utils import update_bn
 
 from hf_moa.modeling.mae.mixture import MaeGate
 from hf_moa.modeling.mae.norm import GateBatchNorm
@@ -183,3 +186,62 @@ def test_keeps_one_tensor_of_its_inputs_size_for_backward():
         gate(x, None, dtype=torch.float64)
     large = {t.untyped_storage().data_ptr() for t in held if t.shape == x.shape}
     assert len(large) == 1
+
+
+def test_statistics_of_averaged_weights_are_those_of_all_batches():
+    """`torch.optim.swa_utils.update_bn`, which sets the momentum to None."""
+    model = CASE["BertModel"].build(attention_type="mae").double()
+    batches = [CASE["BertModel"].inputs(seed=seed)["input_ids"].clamp(min=5) for seed in (1, 2, 3)]
+    norms = [module for module in model.modules() if isinstance(module, GateBatchNorm)]
+    seen = {norm: [] for norm in norms}
+    hooks = [
+        norm.register_forward_pre_hook(lambda module, args: seen[module].append(args[0].flatten(0, -2)))
+        for norm in norms
+    ]
+    update_bn(batches, model)
+    for hook in hooks:
+        hook.remove()
+    assert not model.training
+    for norm in norms:
+        assert (norm.momentum, int(norm.num_batches_tracked)) == (0.1, 3)
+        means, variances = zip(*((x.mean(dim=0), x.var(dim=0)) for x in seen[norm]), strict=True)
+        torch.testing.assert_close(norm.running_mean, sum(means) / 3)
+        torch.testing.assert_close(norm.running_var, sum(variances) / 3)
+
+
+def test_frozen_statistics_stay_when_others_are_made_anew():
+    model = CASE["BertModel"].build(attention_type="mae").requires_grad_(False)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    update_bn([CASE["BertModel"].inputs()["input_ids"]], model)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+def test_conversion_to_synchronised_statistics_makes_them_global():
+    model = CASE["BertModel"].build(attention_type="mae")
+    inputs = CASE["BertModel"].inputs()
+    expected, keys = model(**inputs).last_hidden_state, list(model.state_dict())
+    converted = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    norms = [module for module in converted.modules() if isinstance(module, GateBatchNorm)]
+    assert len(norms) == 2
+    assert all(norm.is_global for norm in norms)
+    assert list(converted.state_dict()) == keys
+    assert torch.equal(converted(**inputs).last_hidden_state, expected)
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_expert_steps_of_the_only_process_of_a_group(group_of_one):
+    """DDP waits for gates' gradients in a group of one, too, where the F step has none."""
+    model = CASE["BertModel"].build(attention_type="mae").train()
+    model.set_mae_phase("expert")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):
+        wrapped(**CASE["BertModel"].inputs()).pooler_output.sum().backward()
+    gates = [p.grad for name, p in model.named_parameters() if ".gate." in name]
+    assert all(gradient is not None and not gradient.any() for gradient in gates)

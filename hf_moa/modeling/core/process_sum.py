@@ -20,15 +20,16 @@ class _SumOverProcesses(torch.autograd.Function):
         return _SumOverProcesses.apply(gradient)
 
 
-def has_several_processes() -> bool:
-    """Whether this is one process of a distributed run of several."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def in_process_group() -> bool:
+    """Whether this is a process of a distributed run. It may be the only one: `torchrun` starts such,
+    and DDP treats its model as those of several."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def sum_over_processes(x: Tensor) -> Tensor:
-    """The sum of the processes' `x`, which have one shape; `x` itself in a run of one process.
+    """The sum of the processes' `x`, which have one shape; `x` itself outside of a process group.
 
     Its gradient is that of the sum of the processes' losses. Data parallelism averages gradients over
     the processes, so parameters get the gradient of the mean of their losses.
     """
-    return _SumOverProcesses.apply(x) if has_several_processes() else x
+    return _SumOverProcesses.apply(x) if in_process_group() else x

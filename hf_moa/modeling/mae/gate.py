@@ -45,6 +45,14 @@ class MaeGate(nn.Module):
         init.zeros_(self.out.weight)
         init.zeros_(self.out.bias)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As every module's, but for what `nn.SyncBatchNorm.convert_sync_batchnorm` puts instead of the
+        batch normalisation, and which knows no padding: this one's statistics become global."""
+        if name == "norm" and isinstance(module, nn.SyncBatchNorm):
+            self.norm.is_global = True
+            return
+        super().add_module(name, module)
+
     def forward(
         self,
         x: Tensor,

@@ -27,7 +27,7 @@ from ..cache.gate_states import GatePast, gated_layer
 from ..cache.naming import CACHE_NAME
 from ..cache.place import CachePlace, is_empty
 from ..core.precision import at_least_float32, without_autocast
-from ..core.process_sum import has_several_processes
+from ..core.process_sum import in_process_group
 from ..core.records import Record
 from ..core.slots import MIXTURES
 from ..core.tracing import is_traced
@@ -271,7 +271,7 @@ class MixtureOfHeads(MultiHead):
     def _idle_gate(self) -> Tensor | float:
         """Zero, and in a run of several processes a zero that has the gate in its graph: DDP waits for
         a gradient of every parameter."""
-        if self.gate is None or not has_several_processes():
+        if self.gate is None or not in_process_group():
             return 0.0
         return 0.0 * sum(p.sum() for p in self.gate.parameters() if p.requires_grad)
 

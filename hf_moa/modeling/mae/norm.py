@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.precision import at_least_float32
-from ..core.process_sum import has_several_processes, sum_over_processes
+from ..core.process_sum import in_process_group, sum_over_processes
 from ..core.tracing import needs_autograd
 
 
@@ -35,12 +35,17 @@ class GateBatchNorm(nn.BatchNorm1d):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
-    momentum: float
+    momentum: float | None  # None: the mean of all batches
 
     def __init__(self, num_features: int):
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         super().__init__(num_features, dtype=dtype)
         self.is_global = False
+
+    def reset_running_stats(self) -> None:
+        """As the parent's, but for a frozen one: it would not find new ones."""
+        if self.weight.requires_grad:
+            super().reset_running_stats()
 
     @property
     def uses_batch_statistics(self) -> bool:
@@ -75,7 +80,7 @@ class GateBatchNorm(nn.BatchNorm1d):
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
         vectors = x.flatten(0, -2)
         weight = None if valid is None else valid.flatten().unsqueeze(-1).to(x.dtype)
-        if self.is_global and has_several_processes():
+        if self.is_global and in_process_group():
             count, batch_mean, batch_var = self._global_moments(vectors, weight)
             mean = torch.where(count > 1, batch_mean, mean)
             var = torch.where(count > 1, batch_var, var)
@@ -105,7 +110,10 @@ class GateBatchNorm(nn.BatchNorm1d):
     ) -> None:
         # a batch that diverged leaves the statistics as they were
         counts = enough & mean.isfinite().all() & var.isfinite().all()
-        momentum = torch.where(counts, self.momentum, 0.0)
+        momentum: Tensor | float | None = self.momentum
+        if momentum is None:
+            momentum = 1 / (self.num_batches_tracked + 1)
+        momentum = torch.where(counts, momentum, 0.0)
         mean, var = (torch.where(counts, new, 0.0) for new in (mean, var))
         unbiased = var * count / (count - 1).clamp(min=1)
         self.running_mean.lerp_(mean.to(self.running_mean), momentum.to(self.running_mean))
