@@ -104,6 +104,7 @@ def upcycle(
     family = _family(source.config)
     name = type(source).__name__
     target_class = family.gated_class(_plain_name(name, family))
+    _check_weights(source)
     config = _target_config(source.config, attention_type, config_fields)
     _, unused = family.aliases.get(name, (name, ()))
     state = {
@@ -149,6 +150,29 @@ def _load(
     is_gated = is_instance_by_name(config, GatingConfig)
     source_class = family.gated_class(name) if is_gated else getattr(transformers, name)
     return source_class.from_pretrained(path, **load_kwargs)
+
+
+def _check_weights(source: PreTrainedModel) -> None:
+    """Raise a ValueError for weights that cannot be copied."""
+    quantization = getattr(source.config, "quantization_config", None)
+    if quantization is not None or getattr(source, "is_quantized", False):
+        method = getattr(quantization, "quant_method", "a quantiser")
+        method = getattr(method, "value", method)
+        raise ValueError(
+            f"model_or_path must have plain weights, which upcycle copies (got ones of {method}): load "
+            "it without quantization_config, and quantise what upcycle makes of it."
+        )
+    tensors = source.state_dict()
+    if any(".base_layer." in f".{key}" for key in tensors):
+        raise ValueError(
+            f"model_or_path must be without adapters (got a {type(source).__name__} with some): merge "
+            "them first, model.merge_and_unload(), or take them off, model.unload()."
+        )
+    if away := [key for key, tensor in tensors.items() if tensor.is_meta]:
+        raise ValueError(
+            f"model_or_path must have its weights at hand (got {away[0]} on the meta device, as "
+            "accelerate offloads it). Load it without 'cpu' or 'disk' in its device_map."
+        )
 
 
 def _plain_name(name: str, family: Family) -> str:

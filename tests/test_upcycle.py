@@ -16,6 +16,7 @@ from transformers import (
     BertForSequenceClassification,
     BertLMHeadModel,
     BertModel,
+    BitsAndBytesConfig,
     DistilBertConfig,
     DistilBertModel,
     GPT2DoubleHeadsModel,
@@ -452,6 +453,14 @@ def test_bad_sources(tmp_path):
         upcycle(upcycle(source_of(), "mae"), "moa")
     with pytest.raises(ValueError, match=r"\(got PeftModel\).*merge_and_unload"):
         upcycle(get_peft_model(source_of(), LoraConfig(target_modules=["query"])), "mae")
+    adapted = source_of()
+    get_peft_model(adapted, LoraConfig(target_modules=["query"]))
+    with pytest.raises(ValueError, match=r"without adapters \(got a BertForSequenceClassification"):
+        upcycle(adapted, "mae")
+    quantized = source_of()
+    quantized.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(ValueError, match=r"plain weights, .* \(got ones of bitsandbytes\)"):
+        upcycle(quantized, "mae")
     source_of(dtype=torch.float32).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="task must be one of"):
         upcycle(tmp_path, task="translation")

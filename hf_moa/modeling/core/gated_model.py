@@ -41,6 +41,15 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         config.validate_gating()
         require_code(config)
         super().__init__(config, *args, **kwargs)
+        # Quantisers leave out what stands here. Gates decide, and have too few outputs for some.
+        self._gates = [f".+{each.gate_name}" for each in mechanisms_of(config) if each.gate_name]
+        kept = type(self)._keep_in_fp32_modules or ()
+        self._keep_in_fp32_modules = {*kept, *self._gates}
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """As transformers', in which gates loaded in half precision are in half precision."""
+        plan = super()._get_dtype_plan(dtype)
+        return {name: kept for name, kept in plan.items() if name not in self._gates}
 
     def flops(
         self, sequence_length: int, *, decoder_length: int | None = None, budget: Any = None

@@ -44,7 +44,7 @@ class FTGModel(BaseTuner):
 
     Raises:
         ValueError: nothing in the model is selected; it is not what the adapter was made for; a module
-            to train is quantised, or shared.
+            to train is quantised, offloaded, or shared.
     """
 
     peft_config: dict[str, FTGConfig]  # type: ignore[assignment]  # all of this kind
@@ -123,8 +123,15 @@ class FTGModel(BaseTuner):
         if not all(p.is_floating_point() for p in target.parameters()):
             raise ValueError(
                 f"FTG copies the module {current_key}, which is quantised and cannot be trained. Leave "
-                "it out when quantising (llm_int8_skip_modules, modules_to_not_convert), or use "
-                "exclude_modules."
+                "it out when quantising (a gate is left out by default, and llm_int8_skip_modules or "
+                "modules_to_not_convert leave out others), or use exclude_modules."
+            )
+        is_offloaded = any("_hf_hook" in vars(module) for module in self.model.modules())
+        if is_offloaded and any(p.is_meta for p in target.parameters()):
+            raise ValueError(
+                f"FTG copies the module {current_key}, which must have its weights at hand (got one "
+                "that accelerate offloads). Load the base model with a device_map without 'cpu' and 'disk' "
+                "beside an accelerator, and without cpu_offload."
             )
         places = [n for n, m in self.model.named_modules(remove_duplicate=False) if m is target]
         if len(places) > 1:
