@@ -8,6 +8,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from hf_moa.modeling.core import gated_model
+
 VARIANTS = ["mae-1", "moa", "moe", "cct", "cct-plain", "moa-moe-cct"]
 each_family = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
 
@@ -46,3 +48,18 @@ def test_gates_in_half_precision_are_in_half_precision(case, tmp_path):
     parameters = {name: p for name, p in loaded.named_parameters() if name.rpartition(".")[0] in gates}
     assert parameters
     assert {p.dtype for p in parameters.values()} == {torch.float16}
+
+
+@pytest.mark.parametrize(("name", "warnings"), [("moe", 1), ("moa", 1), ("mae-1", 0)])
+def test_experts_that_stay_are_named_once(name, warnings, tmp_path, monkeypatch):
+    case = LANGUAGE_MODELS[0]
+    case.build(**case.family.variants[name]).save_pretrained(tmp_path)
+    seen = []
+    monkeypatch.setattr(gated_model.logger, "warning_once", seen.append)
+    case.gated.from_pretrained(tmp_path)
+    assert not seen
+    monkeypatch.setattr(case.gated, "is_quantized", True, raising=False)  # as a quantiser leaves it
+    case.gated.from_pretrained(tmp_path)
+    assert len(seen) == warnings
+    if warnings:
+        assert "leaves the experts of MoaBertForMaskedLM as they are: bert.encoder.layer.0." in seen[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import logging
 
 from ..cct.switches import CctSwitches
 from ..config.gating import saving_model
@@ -23,6 +24,8 @@ from .mechanism import mechanisms_of
 from .outputs import batch_term
 from .sharding import FSDPModule
 from .slots import require_code
+
+logger = logging.get_logger(__name__)
 
 
 class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
@@ -45,6 +48,20 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         self._gates = [f".+{each.gate_name}" for each in mechanisms_of(config) if each.gate_name]
         kept = type(self)._keep_in_fp32_modules or ()
         self._keep_in_fp32_modules = {*kept, *self._gates}
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', and a warning where quantisation leaves experts as they are."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if getattr(model, "is_quantized", False):
+            # quantisers convert linear layers; the matrices of experts are one tensor
+            names = [name for name, p in model.named_parameters() if p.ndim == 3]
+            if names:
+                logger.warning_once(
+                    f"Quantisation leaves the experts of {cls.__name__} as they are: {', '.join(names)}."
+                )
+        return loaded
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """As transformers', in which gates loaded in half precision are in half precision."""

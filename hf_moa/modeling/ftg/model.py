@@ -130,8 +130,8 @@ class FTGModel(BaseTuner):
         if is_offloaded and any(p.is_meta for p in target.parameters()):
             raise ValueError(
                 f"FTG copies the module {current_key}, which must have its weights at hand (got one "
-                "that accelerate offloads). Load the base model with a device_map without 'cpu' and 'disk' "
-                "beside an accelerator, and without cpu_offload."
+                "that accelerate offloads). Load the base model with a device_map without 'cpu' and "
+                "'disk' beside an accelerator, and without cpu_offload."
             )
         places = [n for n, m in self.model.named_modules(remove_duplicate=False) if m is target]
         if len(places) > 1:
