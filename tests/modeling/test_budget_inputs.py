@@ -343,3 +343,28 @@ def test_a_checkpoint_of_before_keeps_its_loss(tmp_path):
         output = each(ids, attention_mask=mask, labels=torch.tensor([0, 1, 2]))
         losses.append(torch.stack([output.loss, output.aux_loss]))
     assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("by_config", [False, True])
+def test_budgets_of_a_checkpoint_stay(by_config, tmp_path):
+    """What .5 has learned would stand for .7."""
+    case = CASE["BertForSequenceClassification"]
+    case.build(cct_budgets=[1, 0.5]).save_pretrained(tmp_path)
+
+    def load(budgets):
+        if not by_config:
+            return case.gated.from_pretrained(tmp_path, cct_budgets=budgets)
+        config = case.family.config_class.from_pretrained(tmp_path)
+        config.cct_budgets = budgets
+        return case.gated.from_pretrained(tmp_path, config=config)
+
+    with pytest.raises(ValueError, match=r"trained for, \[1, 0\.5\] \(got \[1, 0\.7\]\)"):
+        load([1, 0.7])
+    assert load([1.0, 1, 1, 0.5]).config.listed_budgets == [1.0, 0.5]  # drawn more often
+
+
+def test_budgets_of_a_plain_checkpoint_are_new(tmp_path):
+    case = CASE["BertForSequenceClassification"]
+    case.build_plain().save_pretrained(tmp_path)
+    config = case.config(cct_budgets=[1, 0.7])
+    assert case.gated.from_pretrained(tmp_path, config=config).config.cct_budgets == [1, 0.7]

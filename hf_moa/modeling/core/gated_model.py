@@ -27,6 +27,17 @@ from .slots import require_code
 
 logger = logging.get_logger(__name__)
 
+# where a checkpoint is found
+_HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+
 
 class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
     """Mixin for the `PreTrainedModel` subclasses of a gated backbone; put it first.
@@ -50,10 +61,18 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         self._keep_in_fp32_modules = {*kept, *self._gates}
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', and a warning where quantisation leaves experts as they are."""
-        loaded = super().from_pretrained(*args, **kwargs)
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', and a warning where quantisation leaves experts as they are.
+
+        Raises:
+            ValueError: as transformers', and for `cct_budgets` that the checkpoint was not trained for.
+        """
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if model.config.has_cct and pretrained_model_name_or_path is not None:
+            saved, _ = type(model.config).get_config_dict(pretrained_model_name_or_path, **hub)
+            _check_budgets(model.config, saved.get("cct_budgets"))
         if getattr(model, "is_quantized", False):
             # quantisers convert linear layers; the matrices of experts are one tensor
             names = [name for name, p in model.named_parameters() if p.ndim == 3]
@@ -302,3 +321,18 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
             return loss
         outputs["task_loss"] = loss
         return loss + aux_loss * share
+
+
+def _check_budgets(config: Any, saved: Any) -> None:
+    """Raise a ValueError where a checkpoint's weights were trained for other `cct_budgets`: what each
+    has learned would stand for another."""
+    distinct = [sorted({str(b) for b in _as_pairs(each)}) for each in (config.cct_budgets, saved or [])]
+    if saved is not None and distinct[0] != distinct[1]:
+        raise ValueError(
+            f"cct_budgets must be those that the checkpoint was trained for, {saved} (got "
+            f"{config.cct_budgets}). Leave them out; for others, upcycle the source again and train."
+        )
+
+
+def _as_pairs(budgets: Any) -> list[tuple[float, ...]]:
+    return [tuple(map(float, b if isinstance(b, (list, tuple)) else [b])) for b in budgets]
