@@ -254,6 +254,26 @@ def test_static_cache_equals_the_full_forward(decoder, fields, mode):
         cache.reset()
 
 
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@each_stateful_decoder
+def test_static_cache_whose_length_is_set_back_equals_the_full_forward(decoder, fields, mode):
+    """As transformers' wrappers for ExecuTorch set it, without `reset`."""
+    model = decoder.build(**fields)
+    ids, others = (batch(length=12, seed=seed)[0] for seed in (0, 1))
+    own = StaticCache(config=model.config, max_cache_len=15)
+    cache = own
+    if decoder.name == "t5":
+        cache = EncoderDecoderCache(cache, StaticCache(config=model.config, max_cache_len=7))
+    with mode():
+        full, _ = decoder(model, ids)
+        decoder(model, others, cache=cache, use_cache=True)
+        for start, end in ((0, 5), (5, 6), (6, 12), (3, 9), (9, 10), (1, 2), (2, 12), (0, 12)):
+            for layer in own.layers:
+                layer.cumulative_length.fill_(start)
+            output, _ = decoder(model, ids[:, start:end], cache=cache, use_cache=True)
+            assert_equal(output, full[:, start:end])
+
+
 @pytest.mark.parametrize(
     ("decoder", "fields"),
     [

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from ..core.tracing import is_traced
-from .growing import AveragedEntries, GrowingEntries, GrowingKeys, last_entries
+from .growing import AveragedEntries, GrowingEntries, GrowingKeys
 from .naming import CACHE_NAME
 from .place import CachePlace, is_empty, own_cache
 
@@ -39,15 +39,17 @@ class GatePast(NamedTuple):
         layer: of the cache.
         name: of the gate's state.
         size: tokens of a window, its last one included; None for all there were.
+        are_held: whether the cache has the keys of the tokens already that the gate is asked for.
     """
 
     layer: GatedDynamicLayer | GatedStaticLayer
     name: str
     size: int | None
+    are_held: bool = False
 
     def window(self, entries: Tensor, valid: Tensor | None) -> Window:
         """See `GatedDynamicLayer.window`."""
-        return self.layer.window(self.name, entries, valid, size=self.size)
+        return self.layer.window(self.name, entries, valid, size=self.size, are_held=self.are_held)
 
     def mean(self, entry: Tensor, valid: Tensor | None) -> Tensor | None:
         """See `GatedDynamicLayer.mean`."""
@@ -112,7 +114,15 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
         """Hold all inputs from now on, so that any crop is possible. Assisted decoding asks for it."""
         self.record_past = True
 
-    def window(self, name: str, entries: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
+    def window(
+        self,
+        name: str,
+        entries: Tensor,
+        valid: Tensor | None,
+        *,
+        size: int | None,
+        are_held: bool = False,
+    ) -> Window:
         """Append the entries of T tokens; return what windows that end at these tokens see.
 
         Args:
@@ -120,6 +130,7 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
             entries: `[B, T, d]`.
             valid: `[B, T]` bool, the real tokens among them; None for all.
             size: tokens of a window, its last one included; None for all there were.
+            are_held: whether the layer has these tokens' keys already. (It matters to static ones.)
         """
         self._window_size = size
         held = self._held(size)
@@ -260,54 +271,70 @@ class GatedDynamicLayer(_GateStates, DynamicLayer):
 
 class GatedStaticLayer(_GateStates, StaticLayer):
     """`StaticLayer` with gate states of fixed shape, changed in place: a compiled decoding step
-    neither recompiles nor reallocates."""
+    neither recompiles nor reallocates.
+
+    States stand at the positions of their tokens, as keys do, and what counts is what the cache says it
+    holds: whoever sets `cumulative_length` back goes back here, too.
+    """
 
     states: dict[str, Tensor]
 
-    def window(self, name: str, entries: Tensor, valid: Tensor | None, *, size: int | None) -> Window:
+    def window(
+        self,
+        name: str,
+        entries: Tensor,
+        valid: Tensor | None,
+        *,
+        size: int | None,
+        are_held: bool = False,
+    ) -> Window:
         """See `GatedDynamicLayer.window`; before the first token stand `size - 1` that are no real
         ones."""
         if valid is None:
             valid = entries.new_ones(entries.shape[:2], dtype=torch.bool)
-        held = self.max_cache_len if size is None else size - 1
-        return Window(
-            self._shift_in(name, entries.masked_fill(~valid.unsqueeze(-1), 0.0), held=held),
-            self._shift_in(f"{name}_valid", valid, held=held),
-        )
+        before = self.max_cache_len if size is None else size - 1
+        start, length = self._start(entries.shape[1], are_held=are_held), entries.shape[1]
+        place = start + torch.arange(-before, length, device=entries.device)
+        seen = self._put(f"{name}_valid", valid, start).index_select(1, place.clamp(min=0))
+        seen = seen & (place >= 0)
+        found = self._put(name, entries, start).index_select(1, place.clamp(min=0))
+        return Window(found.masked_fill(~seen.unsqueeze(-1), 0.0), seen)
 
     def count(self, name: str, amounts: Tensor) -> Tensor:
         """See `GatedDynamicLayer.count`."""
-        total = self._state(name, amounts.new_zeros(amounts[:, 0].shape))
-        before = total.clone()
-        total.add_(amounts.sum(dim=1))
-        return before
+        start = self._start(amounts.shape[1], are_held=True)
+        return self._sum_before(start, self._put(name, amounts, start))
 
     def counted(self, name: str) -> Tensor | None:
         """See `GatedDynamicLayer.counted`."""
-        return self.states.get(name)
+        held = self.states.get(name)
+        return None if held is None else self._sum_before(self.cumulative_length, held)
 
-    def _shift_in(self, name: str, new: Tensor, *, held: int) -> Tensor:
-        past = self._state(name, new.new_zeros(new.shape[0], held, *new.shape[2:]))
-        full = torch.cat([past, new], dim=1)
-        past.copy_(last_entries(full, held))
-        return full
+    def _start(self, length: int, *, are_held: bool) -> Tensor | int:
+        """The position of the first of some tokens, whose keys are there already or are not."""
+        if not self.is_initialized:
+            return 0
+        return self.cumulative_length - length if are_held else self.cumulative_length
+
+    def _put(self, name: str, new: Tensor, start: Tensor | int) -> Tensor:
+        """The state `[B, max_cache_len, ...]`, with `new` `[B, T, ...]` from `start` on."""
+        batch, length = new.shape[:2]
+        if name not in self.states:
+            self.states[name] = new.new_zeros(batch, self.max_cache_len, *new.shape[2:])
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.states[name])
+        return self.states[name].index_copy_(1, start + torch.arange(length, device=new.device), new)
+
+    @staticmethod
+    def _sum_before(end: Tensor | int, held: Tensor) -> Tensor:
+        """The sum `[B, n]` of `held` `[B, max_cache_len, n]` up to a position."""
+        is_before = torch.arange(held.shape[1], device=held.device) < end
+        return held.where(is_before.unsqueeze(-1), 0.0).sum(dim=1)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         states = self.states.items()
         self.states = {name: x.index_select(0, beam_idx.to(x.device)) for name, x in states}
-
-    def _state(self, name: str, initial: Tensor) -> Tensor:
-        if name not in self.states:
-            self.states[name] = initial
-            if not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(initial)
-        return self.states[name]
-
-    def reset(self) -> None:
-        super().reset()
-        for state in self.states.values():
-            state.zero_()
 
 
 _GATED: dict[type, type[GatedDynamicLayer | GatedStaticLayer]] = {

@@ -209,7 +209,8 @@ class MixtureOfHeads(MultiHead):
                 )
             for each in (other, f"{other}_valid"):  # as after a reset
                 layer.states.pop(each, None)
-        return GatePast(layer, name, self.window)
+        # cross-attention's gate comes behind self-attention, whose layer it asks
+        return GatePast(layer, name, self.window, are_held=place.is_cross)
 
     def output(self, linear: nn.Module, context: Tensor, mix: Tensor | None) -> Tensor:
         """`Z = sum_j w_j H_j`: `[B, T, h, dh]` -> `[B, T, d]`."""
