@@ -237,6 +237,7 @@ def _trainer(
 def _quality(predictions: Any) -> dict[str, float]:
     """Accuracy; of a regression the correlation; of several labels the share that is right."""
     logits, labels = predictions.predictions, predictions.label_ids
+    logits = logits[0] if isinstance(logits, tuple) else logits  # T5's, beside its encoder's states
     if logits.shape[-1] == 1:
         return {"correlation": float(np.corrcoef(logits[:, 0], labels)[0, 1])}
     if labels.ndim > 1:

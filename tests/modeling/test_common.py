@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from common import VARIANTS
 from families import (
     CASE,
     CASES,
@@ -16,7 +17,7 @@ from families import (
     each_variant,
     main_output,
 )
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, Cache, Trainer, TrainingArguments
 from transformers.utils import find_labels
 
 import hf_moa
@@ -568,3 +569,33 @@ def test_auxiliary_loss_is_an_entry_wherever_it_is_an_attribute(case, training, 
     found = {**output, **output.batch_terms}  # in inference they are beside the entries
     assert found["aux_loss"] > 0
     assert found["expert_load"]
+
+
+@each_class
+@pytest.mark.parametrize("name", ["mha", "moa", "mae-cct", "moa-moe-cct", "mae-nested"])
+def test_tuples_have_as_many_entries_as_the_backbones(case, name):
+    """And behind them what is asked of the gates."""
+    inputs = case.inputs() | case.labels()
+    plain = case.build_plain()(**inputs, return_dict=False)
+    model = case.build(**VARIANTS[name])
+    given = model(**inputs, return_dict=False)
+    assert len(given) == len(plain)
+    for one, other in zip(given, plain, strict=True):
+        assert type(one) is type(other) or isinstance(other, Cache)
+        assert getattr(one, "shape", None) == getattr(other, "shape", None)
+    asked = model(**inputs, return_dict=False, output_expert_weights=True)
+    assert (len(asked) > len(plain)) == ("mae" in name)
+
+
+@each_head
+def test_predictions_of_a_trainer_are_as_the_backbones(case, tmp_path):
+    """Of T5 a tuple, with the encoder's states."""
+    inputs = case.inputs() | case.labels()
+    inputs.pop("decoder_input_ids", None)
+    data = [{name: value[i] for name, value in inputs.items()} for i in range(3)]
+    args = TrainingArguments(tmp_path, report_to="none", use_cpu=True, disable_tqdm=True)
+    shapes = []
+    for model in (case.build_plain(), case.build(**VARIANTS["mae-cct"])):
+        found = Trainer(model, args).predict(data).predictions
+        shapes.append([x.shape for x in found] if isinstance(found, tuple) else found.shape)
+    assert shapes[0] == shapes[1]

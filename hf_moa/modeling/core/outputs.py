@@ -39,6 +39,17 @@ _OF_THE_BATCH = (
 )
 
 
+# Fields that a call has without asking for them.
+_UNASKED = {
+    *_OF_THE_BATCH,
+    "budget",
+    "compute_fraction",
+    "compute_cost",
+    "encoder_compute_fraction",
+    "decoder_compute_fraction",
+}
+
+
 @dataclass
 class _WithBatchTerms(ModelOutput):
     """An output some of whose fields belong to the batch.
@@ -65,9 +76,10 @@ class _WithBatchTerms(ModelOutput):
         object.__setattr__(self, name, value)
 
     def to_tuple(self) -> tuple:
-        """As the backbone's, the gates' fields behind: captured hidden states and attentions join an
-        output last."""
-        return tuple(self[field.name] for field in dataclasses.fields(self) if field.name in self)
+        """As the backbone's, of as many entries; behind them what the call asked of the gates by
+        `output_<field>=True`. (Captured hidden states and attentions join an output last.)"""
+        names = [field.name for field in dataclasses.fields(self) if field.name in self]
+        return tuple(self[name] for name in names if name not in _UNASKED)
 
 
 def batch_term(outputs: Any, name: str) -> Any:

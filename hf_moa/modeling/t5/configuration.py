@@ -46,10 +46,6 @@ class MoaT5Config(GatingConfig, T5Config):
         "AutoModelForQuestionAnswering": "MoaT5ForQuestionAnswering",
         "AutoModelForPreTraining": "MoaT5ForConditionalGeneration",
     }
-    keys_to_ignore_at_inference: ClassVar[list[str]] = [  # type: ignore[misc]  # no field
-        *GatingConfig.keys_to_ignore_at_inference,
-        "encoder_last_hidden_state",
-    ]
     backbone_sizes: ClassVar[tuple[str, ...]] = (
         "vocab_size",
         "d_model",
