@@ -244,6 +244,24 @@ def test_all_closed_and_all_open(case, open_gates):
     torch.testing.assert_close(logits[1][real], logits[0][real], atol=1e-9, rtol=1e-9)
 
 
+@each_gated_variant
+def test_no_projection_is_asked_for_no_tokens(case, fields):
+    """Quantised ones may fail of them."""
+    model = build(case, "sparse", **fields)
+    model.set_cct_gates(0.0)
+    seen = []
+
+    def look(module, args):
+        seen.append(args[0].numel())
+
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Linear, Conv1D)):
+            module.register_forward_pre_hook(look)
+    model(**case.inputs(), **budget_of(fields))
+    assert seen
+    assert all(seen)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_auto_skips_where_enough_is_closed(dtype):
     def choose(wanted, *gates, cost=1_000_000):

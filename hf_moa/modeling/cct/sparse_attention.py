@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..attention.flow import Attended, AttentionCall, AttentionFlow
 from ..cache.gate_states import GatedDynamicLayer, gated_layer
 from ..core.linear_slices import is_plain, takes_subsets
+from ..core.precision import compute_dtype
 from ..core.records import Record
 from ..core.tracing import is_traced, is_transformed
 from .compact_cache import CompactLayer, compact_cache_pays, make_compact, spread_compact
@@ -62,7 +63,9 @@ def output_of_subset(layer: AttentionFlow, linear: nn.Module, attended: Attended
     if not takes_subsets(linear):
         mix = None if attended.mix is None else subset.scatter(attended.mix)
         return mixture.output(linear, subset.scatter(attended.context), mix)
-    output = mixture.output(linear, attended.context, attended.mix)
+    output = attended.context.new_zeros(1, 0, layer.hidden_size)
+    if len(subset):
+        output = mixture.output(linear, attended.context, attended.mix)
     if is_plain(linear):
         return subset.scatter(output, linear.bias)
     # a bias that may be elsewhere: what the projection makes of nothing
@@ -156,12 +159,19 @@ class _SparseCall:
         call, layer = self.call, self.layer
         x = queries.gather(call.hidden_states)
         is_whole = queries.is_all and keys is not None and keys.is_all
+        query: Tensor
+        key: Tensor | None = None
+        value: Tensor | None = None
         if is_whole and call.source is call.hidden_states:
             query, key, value = layer.project(x, x, subset_mix)
-        else:
-            query, key, value = layer.project_query(x, subset_mix), None, None
+        else:  # of no tokens nothing is projected, which some quantised layers cannot
+            query = self._empty(layer.num_heads, layer.head_dim)
+            if len(queries):
+                query = layer.project_query(x, subset_mix)
             if keys is not None and call.source is not None:
-                key, value = layer.project_key_value(keys.gather(call.source))
+                key = value = self._empty(layer.num_kv_heads * layer.head_dim)
+                if len(keys):
+                    key, value = layer.project_key_value(keys.gather(call.source))
         if keys is None or key is None:
             return query, None, None
         key, value = self.module.key_norm(key), self.module.value_norm(value)
@@ -170,6 +180,11 @@ class _SparseCall:
             query, _ = self._rotate(query, None, *map(queries.gather, embeddings))
             _, key = self._rotate(None, key, *map(keys.gather, embeddings))
         return query, key, value
+
+    def _empty(self, *size: int) -> Tensor:
+        """What a projection makes of no tokens, `[1, 0, *size]`."""
+        x = self.call.hidden_states
+        return x.new_zeros(1, 0, *size, dtype=compute_dtype(x))
 
     def _rotate(self, query: Any, key: Any, *embeddings: Tensor) -> tuple[Any, Any]:
         """Queries `[B, T, heads, dh]` and keys `[B, T, kv_heads * dh]`, rotated; None stays."""
