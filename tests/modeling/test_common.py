@@ -599,3 +599,24 @@ def test_predictions_of_a_trainer_are_as_the_backbones(case, tmp_path):
         found = Trainer(model, args).predict(data).predictions
         shapes.append([x.shape for x in found] if isinstance(found, tuple) else found.shape)
     assert shapes[0] == shapes[1]
+
+
+@each_family
+@pytest.mark.parametrize("name", ["moe", "moa-moe-cct"])
+def test_router_logits_of_feed_forward_experts(case, name):
+    model = case.build(**VARIANTS[name])
+    inputs = case.inputs()
+    output = model(**inputs, output_router_logits=True)
+    side = "decoder_" if case.family.name == "t5" else ""
+    found = output[f"{side}ffn_router_logits"]
+    config = model.config
+    shape = (3, 6 if side else 9, config.num_ffn_experts)
+    parts = (config.cct_num_ffn_splits,) if config.has_cct else ()
+    assert [tuple(x.shape) for x in found] == [(*shape[:2], *parts, shape[2])] * 2
+    assert model(**inputs).get(f"{side}ffn_router_logits") is None
+    if name == "moe" and not side:
+        real = inputs["attention_mask"].bool()
+        for logits, load in zip(found, output.expert_load["feed_forward"], strict=True):
+            chosen = logits[real].topk(config.num_ffn_experts_per_token).indices
+            counts = chosen.flatten().bincount(minlength=config.num_ffn_experts)
+            torch.testing.assert_close(load, (counts / counts.sum()).to(load))

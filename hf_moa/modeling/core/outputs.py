@@ -112,6 +112,8 @@ class GatingOutput(_WithBatchTerms):
         cct_gates: with `output_cct_gates=True`, one dict per layer: `kv` `[B, S]`, `query` `[B, T]`,
             `ffn` `[B, T, M]` and, with cross-attention, `cross_kv` and `cross_query`.
         cross_router_logits, cross_expert_weights: the same for cross-attention.
+        ffn_router_logits: with `output_router_logits=True`, one `[B, T, N]` per feed-forward layer of
+            experts; `[B, T, M, N]` where CCT splits it in M parts.
     """
 
     aux_loss: Tensor | None = None
@@ -126,6 +128,7 @@ class GatingOutput(_WithBatchTerms):
     cct_gates: tuple[dict[str, Tensor], ...] | None = None
     cross_router_logits: tuple[Tensor, ...] | None = None
     cross_expert_weights: tuple[Tensor, ...] | None = None
+    ffn_router_logits: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -146,6 +149,8 @@ class GatingSeq2SeqOutput(_WithBatchTerms):
         encoder_expert_weights, decoder_expert_weights, cross_expert_weights: one `[B, E]` per MAE
             attention of the encoder; `[B, T, E]` in the decoder.
         encoder_cct_gates, decoder_cct_gates: one dict per layer.
+        encoder_ffn_router_logits, decoder_ffn_router_logits: one `[B, T, N]` per feed-forward layer of
+            experts; `[B, T, M, N]` where CCT splits it in M parts.
     """
 
     aux_loss: Tensor | None = None
@@ -167,6 +172,8 @@ class GatingSeq2SeqOutput(_WithBatchTerms):
     cross_expert_weights: tuple[Tensor, ...] | None = None
     encoder_cct_gates: tuple[dict[str, Tensor], ...] | None = None
     decoder_cct_gates: tuple[dict[str, Tensor], ...] | None = None
+    encoder_ffn_router_logits: tuple[Tensor, ...] | None = None
+    decoder_ffn_router_logits: tuple[Tensor, ...] | None = None
 
 
 def merge_gating(encoder: ModelOutput, decoder: ModelOutput) -> dict[str, Any]:
@@ -180,7 +187,13 @@ def merge_gating(encoder: ModelOutput, decoder: ModelOutput) -> dict[str, Any]:
     fields: dict[str, Any] = {
         f"{half}_{name}": getattr(outputs, name, None)
         for half, outputs in halves.items()
-        for name in ("compute_fraction", "router_logits", "expert_weights", "cct_gates")
+        for name in (
+            "compute_fraction",
+            "router_logits",
+            "ffn_router_logits",
+            "expert_weights",
+            "cct_gates",
+        )
     }
     aux_losses = {
         f"{half}_aux_loss": batch_term(outputs, "aux_loss") for half, outputs in halves.items()

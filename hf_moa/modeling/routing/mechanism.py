@@ -30,7 +30,7 @@ class RouterFields:
         router_load_loss_coef (`float`, defaults to 0.0):
             Weight of CV^2 of the smooth expected load; needs `router_type="noisy_topk"`.
         output_router_logits (`bool`, defaults to `False`):
-            Return the logits of MoA's routers with every forward pass.
+            Return the logits of the routers with every forward pass.
     """
 
     router_type: str = "topk"

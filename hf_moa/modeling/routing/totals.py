@@ -21,7 +21,7 @@ _MOST_AT_ONCE = 2**20
 
 @TOTALS.filled_by("router")
 def router_totals(records: list[LayerRecord], call: Call) -> Totals:
-    """The routers' losses and the experts' load, and with `output_router_logits` MoA's logits."""
+    """The routers' losses and the experts' load, and with `output_router_logits` their logits."""
     terms, loads = router_terms(records)
     weighted = {name: (getattr(call.config, f"{name}_coef"), term) for name, term in terms.items()}
     fields: dict[str, Any] = {"expert_load": loads or None}
@@ -29,11 +29,21 @@ def router_totals(records: list[LayerRecord], call: Call) -> Totals:
         fields["router_logits"] = _attention_logits([layer.attention for layer in records])
         crossing = [layer.cross_attention for layer in records if layer.cross_attention is not None]
         fields["cross_router_logits"] = _attention_logits(crossing)
+        fields["ffn_router_logits"] = _feed_forward_logits([layer.feed_forward for layer in records])
     return Totals(weighted, fields)
 
 
 def _attention_logits(attentions: list[Record]) -> tuple[Tensor, ...] | None:
     return tuple(record.routings[0].logits for record in attentions if record.routings) or None
+
+
+def _feed_forward_logits(layers: list[Record]) -> tuple[Tensor, ...] | None:
+    """Of each layer `[B, T, N]`; of one whose experts CCT splits in M parts `[B, T, M, N]`."""
+    found = []
+    for record in layers:
+        if logits := [routing.logits for routing in record.routings]:
+            found.append(logits[0] if len(logits) == 1 else torch.stack(logits, dim=-2))
+    return tuple(found) or None
 
 
 def router_terms(records: list[LayerRecord]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
