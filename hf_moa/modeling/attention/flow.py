@@ -277,11 +277,8 @@ class AttentionFlow(nn.Module):
         )
         if self.rotate is not None and position_embeddings is None:
             raise ValueError("position_embeddings must be given to a layer that rotates (got None).")
-        if call.is_paged and self.mixture.remembers:
-            raise ValueError(
-                "Learned MAE gates cannot tell apart the requests that continuous batching packs into "
-                "one sequence (got a paged cache): use generate instead of generate_batch."
-            )
+        if call.is_paged:
+            self.refuse_packed_requests()
         mix, record = self.mixture.route(hidden_states, padding_mask, place)
         if token is not None:
             if self.is_cross_attention or self.rotate is not None:
@@ -296,6 +293,14 @@ class AttentionFlow(nn.Module):
         query, key, value = self.with_cached(call, query, key, value)
         context, attentions = self.attend_to(call, query, key, value, mix)
         return Attended(context, attentions, mix, record)
+
+    def refuse_packed_requests(self) -> None:
+        """Raise a ValueError where gates remember earlier tokens of one sequence."""
+        if self.mixture.remembers:
+            raise ValueError(
+                "Learned MAE gates cannot tell apart the requests that continuous batching packs into "
+                "one sequence (got a paged cache): use generate instead of generate_batch."
+            )
 
     def with_cached(
         self, call: AttentionCall, query: Tensor, key: Tensor | None, value: Tensor | None

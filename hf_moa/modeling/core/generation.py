@@ -46,6 +46,18 @@ class GatedGenerationMixin(GenerationMixin, ModelMixin):
         own: Any = super()  # what transformers says of `self` is for another checker
         return own.generate(*args, **kwargs)
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers', for `generate_batch` and servers.
+
+        Raises:
+            ValueError: learned MAE gates, before a cache is made for them.
+        """
+        for module in self.modules():
+            if isinstance(module, AttentionFlow):
+                module.refuse_packed_requests()
+        own: Any = super()
+        return own.init_continuous_batching(*args, **kwargs)
+
     def _check_budget(self, budget: Any) -> None:
         """Refuse what the first forward would take, and a later one would not."""
 
