@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import TINY
+from families import CASE
 from peft import get_peft_model
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForSequenceClassification
 
@@ -315,7 +316,7 @@ def test_analyze_writes_a_report_and_prints_its_tables(gated_dir, texts, tmp_pat
         (["--output", "there.html"], "there already; give another --output, or --overwrite"),
         (["--limit", "0"], "--limit must be at least 1 (got 0)"),
         (["--data", "missing.txt"], "no such file"),
-        (["--budgets", "0.7"], "budget must be one of the model's budgets [1.0, 0.5] (got 0.7)"),
+        (["--budgets", "0.7"], "gated0, 1, 0.5 (got 0.7)"),
         (["--label-column", "stars"], "must have a column 'stars' (got sentence, label)"),
     ],
 )
@@ -423,7 +424,7 @@ def test_benchmark_prints_a_table(gated_dir, capsys):
     [
         (["--turns", "1"], "turns must be at least 2 (got 1)"),
         (["--threads", "0"], "--threads must be at least 1 (got 0)"),
-        (["--budgets", "0.3"], "budget must be one of the model's budgets"),
+        (["--budgets", "0.3"], "--budgets must be of those of"),
     ],
 )
 def test_benchmark_with_a_bad_option(gated_dir, capsys, options, expected):
@@ -435,3 +436,23 @@ def test_module_is_the_same_command_and_its_reader_may_stop():
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("python: ")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["benchmark", "analyze"])
+def test_budgets_are_refused_before_weights_are_loaded(command, tmp_path, bert_dir, capsys):
+    """Of T5 any pair of numbers that it knows."""
+    case = CASE["T5ForConditionalGeneration"]
+    case.config(cct_budgets=[1, 0.5]).save_pretrained(tmp_path)  # and nothing else
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["MoaT5ForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "dev.tsv").write_text("text\na head\n")
+    data = ["--data", str(tmp_path / "dev.tsv")] if command == "analyze" else []
+    for budget, said in {
+        "0.7": "--budgets must be of those of",
+        "1,0.7": "--budgets must be of those of",
+        "1,0.5": "no file named model.safetensors",
+        "0.5": "no file named model.safetensors",
+    }.items():
+        assert main([command, str(tmp_path), *data, "--budgets", budget]) == 2
+        assert said in capsys.readouterr().err

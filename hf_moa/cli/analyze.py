@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_moa.text_batches import TextBatches
 
     with without_bars():
-        model = load_checkpoint(args.checkpoint)
+        model = load_checkpoint(args.checkpoint, budgets=args.budgets)
         tokenizer = tokenizer_for(model, args.checkpoint)
         data = read_data(args, limit=args.limit)
     move(model, args.device)

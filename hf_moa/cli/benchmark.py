@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     with without_bars():
-        model = load_checkpoint(args.checkpoint)
+        model = load_checkpoint(args.checkpoint, budgets=args.budgets)
     move(model, args.device, dtype=getattr(torch, args.dtype))
     model = gated_model_of(model)
     batch = {name: x.to(model.device) for name, x in _batch(args, model).items()}

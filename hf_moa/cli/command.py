@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,21 +86,25 @@ def move(model: Any, device: str | None, **kwargs: Any) -> None:
         raise ValueError(f"--device must be one of this machine's (got {device}: {error})") from error
 
 
-def load_checkpoint(source: str) -> Any:
+def load_checkpoint(source: str, *, budgets: Sequence[Any] | None = None) -> Any:
     """A gated model, or an adapter on one, in eval mode; of the class that the checkpoint names.
 
     Args:
         source: folder or Hub id.
+        budgets: that it has to have, which its configuration tells before its weights are loaded.
 
     Raises:
-        ValueError: a checkpoint of another package's class; an adapter that names no base.
+        ValueError: a checkpoint of another package's class, or without these budgets; an adapter that
+            names no base.
         OSError: there is none.
     """
     config = _file_of(source, "adapter_config.json")
-    return _load_model(source) if config is None else _load_adapter(source, config)
+    if config is None:
+        return _load_model(source, budgets=budgets or ())
+    return _load_adapter(source, config, budgets or ())
 
 
-def _load_adapter(source: str, path: Path) -> Any:
+def _load_adapter(source: str, path: Path, budgets: Sequence[Any]) -> Any:
     from peft import PeftModel
 
     from hf_moa.adapter_files import BASE_FOLDER, base_class_of, names_base_folder
@@ -119,17 +123,22 @@ def _load_adapter(source: str, path: Path) -> Any:
     # as `base_beside` has it of a folder; on the Hub there are only files
     if names_base_folder(base) and _file_of(source, f"{BASE_FOLDER}/config.json"):
         base, options["subfolder"] = source, BASE_FOLDER
-    model = _load_model(base, lambda config: base_class_of(facts, config), **options)
+    model = _load_model(base, lambda config: base_class_of(facts, config), budgets=budgets, **options)
     return PeftModel.from_pretrained(model, source).eval()
 
 
 def _load_model(
-    source: str, class_of: Callable[[Any], str | None] = lambda config: None, **options: Any
+    source: str,
+    class_of: Callable[[Any], str | None] = lambda config: None,
+    *,
+    budgets: Sequence[Any] = (),
+    **options: Any,
 ) -> Any:
     """A gated model, in eval mode.
 
     Args:
         class_of: its configuration -> the name of its class; None: what the checkpoint names.
+        budgets: see `load_checkpoint`.
         options: fields of the configuration, or `subfolder`.
     """
     from transformers import AutoConfig
@@ -147,7 +156,22 @@ def _load_model(
     model_class = getattr(hf_moa, name or "", None)
     if model_class is None:
         raise ValueError(f"{source} must name a class of hf_moa in `architectures` (got {name!r})")
+    _check_budgets(config, budgets, source)
     return model_class.from_pretrained(source, **options).eval()
+
+
+def _check_budgets(config: Any, budgets: Sequence[Any], source: str) -> None:
+    known = config.listed_budgets
+    # T5 takes all pairs of listed numbers, and of a listed pair's equal numbers the one
+    numbers = {b for b in known if not isinstance(b, tuple)}
+    for budget in budgets:
+        pair = budget if isinstance(budget, tuple) else (budget, budget)
+        has_pairs = config.is_encoder_decoder and (pair in known or numbers.issuperset(pair))
+        if budget not in known and not has_pairs:
+            raise ValueError(
+                f"--budgets must be of those of {source}, {', '.join(map(str, known)) or 'none'} (got "
+                f"{budget})"
+            )
 
 
 def _file_of(source: str, name: str) -> Path | None:

@@ -368,3 +368,11 @@ def test_budgets_of_a_plain_checkpoint_are_new(tmp_path):
     case.build_plain().save_pretrained(tmp_path)
     config = case.config(cct_budgets=[1, 0.7])
     assert case.gated.from_pretrained(tmp_path, config=config).config.cct_budgets == [1, 0.7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_errors_say_budgets_as_they_were_given(dtype):
+    case = CASE["BertForSequenceClassification"]
+    model = case.build(cct_budgets=[1, 0.5])
+    with pytest.raises(ValueError, match=r"\(got \[1\.0, 0\.7, 0\.5\]\)"):
+        model(**case.inputs(), budget=torch.tensor([1, 0.7, 0.5], dtype=dtype))

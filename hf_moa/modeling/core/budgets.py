@@ -146,7 +146,7 @@ class BudgetList:
             torch._assert_async(known)
         elif budget.dtype == torch.bool or not bool(known):
             raise ValueError(
-                f"budget must hold budgets of the model, {self.names()} (got {budget.tolist()}). "
+                f"budget must hold budgets of the model, {self.names()} (got {_as_given(budget)}). "
                 f"They are set by `{self.field}` in the config."
             )
         return index
@@ -256,6 +256,16 @@ class PairedBudgets(BudgetList):
             )
         )
         return encoder, decoder
+
+
+def _as_given(budget: Tensor) -> Any:
+    """A tensor's numbers as they were written: those of float32 have more digits than one gave."""
+    if not budget.is_floating_point():
+        return budget.tolist()
+    if budget.ndim > 0:
+        return [_as_given(each) for each in budget]
+    digits = {torch.bfloat16: 2, torch.float16: 3}.get(budget.dtype, 6)
+    return float(f"{budget.item():.{digits}g}")
 
 
 def _tolerance(budget: Tensor) -> float:
