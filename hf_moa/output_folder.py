@@ -10,15 +10,20 @@ from pathlib import Path
 
 
 @contextmanager
-def output_folder(path: str | Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
+def output_folder(
+    path: str | Path, *, overwrite: bool, marker: str, parts: tuple[str, ...] = ()
+) -> Iterator[Path]:
     """A temporary folder beside `path` that becomes `path` when the block ends without an error. (It is
     in `path`, where that is there and its parent is closed to us.)
 
     Args:
         path: the folder to write. Missing parents are made.
-        overwrite: replace the contents of a folder that is not empty.
+        overwrite: replace an earlier result in a folder that is not empty. All else that is there
+            stays.
         marker: a file that the folder holds when it is an earlier result of the same command. A
-            folder without it is never replaced: `overwrite` is no way to empty a home directory.
+            folder without it is refused.
+        parts: patterns of files that an earlier result may have and the new one may lack. They go, where
+            they are in the folder itself.
 
     Yields:
         The temporary folder. After an error or an interruption it is removed, and `path` is as it
@@ -37,7 +42,7 @@ def output_folder(path: str | Path, *, overwrite: bool, marker: str) -> Iterator
         yield work
         # Somebody may have filled it meanwhile.
         _check(path, overwrite=overwrite, marker=marker, work=work)
-        _put_in_place(work, path)
+        _put_in_place(work, path, parts)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -56,12 +61,18 @@ def _check(path: Path, *, overwrite: bool, marker: str, work: Path | None = None
         )
 
 
-def _put_in_place(work: Path, path: Path) -> None:
+def _put_in_place(work: Path, path: Path, parts: tuple[str, ...]) -> None:
     if not path.exists():
         work.rename(path)
         return
     # The folder itself stays: it may be someone's working directory, a link or a mount point.
-    old, new = [entry for entry in path.iterdir() if entry != work], list(work.iterdir())
+    new = list(work.iterdir())
+    replaced = {entry.name for entry in new}
+    old = [
+        entry
+        for entry in path.iterdir()
+        if entry.name in replaced or any(entry.match(part) for part in parts)
+    ]
     aside = Path(tempfile.mkdtemp(prefix=".", suffix=".replaced", dir=path))
     try:
         for entry in old:

@@ -214,17 +214,32 @@ def test_upcycle_without_a_tokenizer_writes_none(bert_dir, tmp_path, capsys):
     assert names == {"config.json", "model.safetensors"}
 
 
+def test_upcycle_never_replaces_its_source(bert_dir, tmp_path, capsys):
+    before = {entry.name: entry.read_bytes() for entry in Path(bert_dir).iterdir()}
+    link = tmp_path / "link"
+    link.symlink_to(bert_dir)
+    for out in (bert_dir, link):
+        message = error_of(capsys, "upcycle", bert_dir, out, "--overwrite")
+        assert "another folder than the source" in message
+    assert {entry.name: entry.read_bytes() for entry in Path(bert_dir).iterdir()} == before
+
+
 def test_upcycle_refuses_a_full_folder_unless_told(bert_dir, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("{}")
-    (out / "stale.bin").write_text("old")
+    (out / "notes.txt").write_text("mine")
+    (out / "checkpoint-2").mkdir()
+    (out / "checkpoint-2" / "model.safetensors").write_text("mine, too")
+    (out / "model-00001-of-00002.safetensors").write_text("old")
     message = error_of(capsys, "upcycle", bert_dir, out)
     assert "not empty" in message
     assert "--overwrite" in message
-    assert (out / "stale.bin").exists()
+    assert (out / "model-00001-of-00002.safetensors").exists()
     assert main(["upcycle", str(bert_dir), str(out), "--overwrite"]) == 0
-    assert not (out / "stale.bin").exists()
+    assert not (out / "model-00001-of-00002.safetensors").exists()
+    assert (out / "notes.txt").read_text() == "mine"
+    assert (out / "checkpoint-2" / "model.safetensors").read_text() == "mine, too"
     assert AutoModel.from_pretrained(out).config.model_type == "moa_bert"
 
 

@@ -63,14 +63,16 @@ def test_full_folder_is_refused(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["note.txt"]
 
 
-def test_overwriting_replaces_everything_of_an_earlier_result(tmp_path):
+def test_overwriting_replaces_what_is_written_and_no_more(tmp_path):
     target = tmp_path / "out"
     (target / "shards").mkdir(parents=True)
-    (target / "config.json").write_text("old")
-    (target / "shards" / "1").write_text("old")
-    write(target, overwrite=True)
-    assert [entry.name for entry in target.iterdir()] == ["config.json"]
+    for name in ("config.json", "shards/1", "model-1.bin", "mine.bin"):
+        (target / name).write_text("old")
+    with output_folder(target, overwrite=True, marker="config.json", parts=("model-*.bin",)) as folder:
+        (folder / "config.json").write_text("new")
+    assert sorted(entry.name for entry in target.iterdir()) == ["config.json", "mine.bin", "shards"]
     assert (target / "config.json").read_text() == "new"
+    assert (target / "shards" / "1").read_text() == "old"
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])
@@ -79,8 +81,8 @@ def test_earlier_result_survives_an_error_in_putting_the_new_one_in_place(
 ):
     target = tmp_path / "out"
     (target / "shards").mkdir(parents=True)
-    (target / "config.json").write_text("old")
-    (target / "shards" / "1").write_text("old")
+    for name in ("config.json", "other.json", "shards/1"):
+        (target / name).write_text("old")
     moves = []
 
     def move(source, destination, original):
@@ -95,9 +97,9 @@ def test_earlier_result_survives_an_error_in_putting_the_new_one_in_place(
     with pytest.raises(OSError, match="No space left"):
         write(target, overwrite=True, names=("config.json", "other.json"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
-    assert sorted(entry.name for entry in target.iterdir()) == ["config.json", "shards"]
-    assert (target / "config.json").read_text() == "old"
-    assert (target / "shards" / "1").read_text() == "old"
+    assert sorted(entry.name for entry in target.iterdir()) == ["config.json", "other.json", "shards"]
+    for name in ("config.json", "other.json", "shards/1"):
+        assert (target / name).read_text() == "old"
 
 
 def test_folder_on_another_file_system_is_replaced(tmp_path, monkeypatch):

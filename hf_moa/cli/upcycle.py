@@ -3,12 +3,20 @@
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from .command import add_command, budget, given, tokenizer_of, without_bars
 from .gating_fields import GatingField, gating_fields
 
 _MARKER = "config.json"
+# what an earlier checkpoint may have more of: a leftover could be loaded beside the new one
+_WEIGHTS_AND_CODE = (
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "modeling_*.py",
+    "configuration_*.py",
+)
 # `hf_moa.families.TASKS`, which would import torch.
 _TASKS = (
     "feature-extraction",
@@ -39,7 +47,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("source", metavar="SRC", help="folder or Hub id of a checkpoint")
     parser.add_argument("output_dir", metavar="OUT", help="folder for the gated checkpoint")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint in OUT")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an earlier checkpoint in OUT; all else there stays",
+    )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     head = parser.add_mutually_exclusive_group()
     head.add_argument("--task", help=f"head to load: {', '.join(_TASKS)}")
@@ -91,11 +103,17 @@ def run(args: argparse.Namespace) -> int:
     from hf_moa.modeling.config.gating import GatingConfig
     from hf_moa.output_folder import output_folder
 
+    if Path(args.output_dir).resolve() == Path(args.source).resolve():
+        raise ValueError(
+            f"OUT must be another folder than the source, which stays (got {args.output_dir} for both)"
+        )
     fields = given(args, GatingConfig)
     fields |= {name: value for name, value in vars(args).items() if name in _HEAD_FIELDS}
     with (
         without_bars(),
-        output_folder(args.output_dir, overwrite=args.overwrite, marker=_MARKER) as folder,
+        output_folder(
+            args.output_dir, overwrite=args.overwrite, marker=_MARKER, parts=_WEIGHTS_AND_CODE
+        ) as folder,
     ):
         model = upcycle(args.source, task=args.task, model_class=args.model_class, **fields)
         model.save_pretrained(folder)

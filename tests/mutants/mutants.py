@@ -514,6 +514,32 @@ FTG = (
     ),
 )
 
+STATIC = (
+    Mutant(
+        "static-cross-gate",
+        "a gate behind self-attention takes its tokens for later ones",
+        "modeling/mae/mixture.py",
+        {", are_held=place.is_cross)": ")"},
+        ("modeling/test_decoding.py",),
+        "set_back and t5",
+    ),
+    Mutant(
+        "static-valid",
+        "what stood before the first token counts",
+        "modeling/cache/gate_states.py",
+        {"seen = seen & (place >= 0)": "seen = seen"},
+        ("modeling/test_decoding.py",),
+        "set_back and gpt2",
+    ),
+    Mutant(
+        "norm-momentum",
+        "without momentum the last batch's statistics stand for the mean of all",
+        "modeling/mae/norm.py",
+        {"momentum = 1 / (self.num_batches_tracked + 1)": "momentum = 1.0"},
+        ("modeling/test_gate_norm.py",),
+    ),
+)
+
 UPCYCLING = (
     Mutant(
         "upcycling-head",
@@ -544,4 +570,80 @@ CHECKPOINTS = (
     ),
 )
 
-MUTANTS = MAE + MOA + ROUTING + MOE + CCT + CACHES + MODELS + TRAINING + FTG + UPCYCLING + CHECKPOINTS
+ONE_TOKEN = (
+    Mutant(
+        "token-sees-itself",
+        "the last layer's one token does not see itself",
+        "modeling/core/one_token.py",
+        {
+            "return (torch.arange(length, device=device) <= position)[:, None, None]": (
+                "return (torch.arange(length, device=device) < position)[:, None, None]"
+            )
+        },
+        ("modeling/test_one_token.py",),
+        "padding and GPT2",
+    ),
+    Mutant(
+        "token-mask",
+        "the one token has the mask of the first",
+        "modeling/core/one_token.py",
+        {
+            "return self.gather(x.expand(self.shape[0], -1, -1, -1).transpose(1, 2)).transpose(1, 2)": (
+                "return x[:, :, :1]"
+            )
+        },
+        ("modeling/test_one_token.py",),
+        "padding and GPT2 or base_models",
+    ),
+    Mutant(
+        "token-asked",
+        "the last layer leaves tokens out where hidden states are asked for",
+        "modeling/core/one_token.py",
+        {'    "output_hidden_states",\n': ""},
+        ("modeling/test_one_token.py",),
+        "asked_for",
+    ),
+    Mutant(
+        "token-gates",
+        "gates of attention's queries are the first token's",
+        "modeling/cct/attention.py",
+        {"call.token.gather(gates.query)": "gates.query[:, :1]"},
+        ("modeling/test_one_token.py",),
+        "logits_are or base_models",
+    ),
+)
+
+NESTED = (
+    Mutant(
+        "nested-heads",
+        "the output projection takes the last heads' columns for the first's",
+        "modeling/core/linear_slices.py",
+        {"slice(x.shape[-1])\n": "slice(size - x.shape[-1], size)\n"},
+        ("modeling/test_nested.py",),
+        "budget",
+    ),
+    Mutant(
+        "nested-cache",
+        "a layer that earlier steps left out attends to nothing of them",
+        "modeling/nested/attention.py",
+        {"        _check_cache(call)\n": ""},
+        ("modeling/test_nested.py",),
+    ),
+)
+
+MUTANTS = (
+    MAE
+    + MOA
+    + ROUTING
+    + MOE
+    + CCT
+    + CACHES
+    + MODELS
+    + TRAINING
+    + FTG
+    + UPCYCLING
+    + CHECKPOINTS
+    + ONE_TOKEN
+    + NESTED
+    + STATIC
+)
