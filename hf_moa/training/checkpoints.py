@@ -1,14 +1,18 @@
-"""Checkpoints that are either whole or not there: a killed run loses nothing."""
+"""Checkpoints that are either whole or not there, and of the model that goes on from them."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
+
+from hf_moa.modeling.core.mechanism import MECHANISMS
 
 # Uploads and searches for checkpoints pass it over.
 STAGING_FOLDER = "_unfinished"
@@ -95,3 +99,33 @@ def _discard(staged: Path) -> None:
 def _replaced(staged: Path) -> Path:
     """What makes way for a folder is kept there, until that has its name."""
     return staged.parent / f"{_REPLACED}{staged.name}"
+
+
+def check_same_model(folder: str | os.PathLike, config: Any) -> None:
+    """Check that a checkpoint is one of a model with this configuration.
+
+    Args:
+        folder: of the checkpoint; one without a config.json, as of an adapter, tells nothing.
+        config: of the model that goes on.
+
+    Raises:
+        ValueError: they differ in what gives the weights their shapes or their meaning.
+    """
+    path = Path(folder, "config.json")
+    if config is None or not path.is_file():
+        return
+    saved, own = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(config.to_dict()))
+    shapes = (name for mechanism in MECHANISMS.values() for name in mechanism.shape_fields)
+    names = dict.fromkeys(
+        ("model_type", "attention_type", "ffn_type", *shapes, *getattr(config, "backbone_sizes", ()))
+    )
+    differing = [
+        f"{name} {saved.get(name)!r}, and the model {own.get(name)!r}"
+        for name in names
+        if name in saved.keys() & own.keys() and saved[name] != own[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"resume_from_checkpoint must be a checkpoint of this model (got {folder}, which has "
+            f"{'; '.join(differing)}). Give another output_dir, or the model that it is of."
+        )

@@ -12,7 +12,7 @@ from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 from hf_moa.gated_models import is_instance_by_name
 from hf_moa.modeling.core.gated_model import GatedModel
 
-from .checkpoints import written_whole
+from .checkpoints import check_same_model, written_whole
 from .trainer_base import TrainerBase
 
 
@@ -21,6 +21,15 @@ class SavesWholeCheckpoints(TrainerBase):
 
     _staged: Path | None = None  # where the checkpoint is being written, before it has its name
     _pushes_later = False  # when it has it
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As in `Trainer`, which takes the weights that fit and leaves the others as they are.
+
+        Raises:
+            ValueError: the checkpoint is of another model.
+        """
+        check_same_model(resume_from_checkpoint, getattr(self._gated_model(), "config", None))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._staged is None else str(self._staged)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import VARIANTS, assert_same, build, run, tensors, trainer
+from training_runs import CLASSES, VARIANTS, assert_same, build, run, tensors, trainer
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_moa.training import written_whole
-from hf_moa.training.checkpoints import discard_unfinished, stage
+from hf_moa.training.checkpoints import check_same_model, discard_unfinished, stage
 
 
 class _StopAt(TrainerCallback):
@@ -219,3 +219,34 @@ def test_run_killed_between_two_renames_goes_on(tmp_path):
     assert resumed.state.global_step == 3
     assert (tmp_path / "checkpoint-2").is_dir()
     assert not (tmp_path / "_unfinished").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({}, {"attention_type": "mae"}, r"has attention_type 'mha', and the model 'mae'\)"),
+        (
+            {"attention_type": "moa", "num_attention_experts": 6},
+            {"attention_type": "moa", "num_attention_experts": 8},
+            r"has num_attention_experts 6, and the model 8\)",
+        ),
+    ],
+)
+def test_checkpoint_of_another_model_is_not_gone_on_with(first, second, message, tmp_path):
+    """It would end at once, with gates that learned nothing."""
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    run("bert", build("bert", **first), tmp_path, **settings)
+    other = trainer("bert", build("bert", **second), tmp_path, **settings)
+    before = {name: tensor.clone() for name, tensor in tensors(other.model).items()}
+    with pytest.raises(ValueError, match=f"must be a checkpoint of this model .*{message}"):
+        other.train(resume_from_checkpoint=True)
+    assert_same(tensors(other.model), before)
+
+
+def test_plain_checkpoint_is_not_gone_on_with_as_a_gated_one(tmp_path):
+    plain = CLASSES["bert"].build_plain()
+    plain.save_pretrained(tmp_path)
+    config = CLASSES["bert"].config(attention_type="mae")
+    with pytest.raises(ValueError, match=r"has model_type 'bert', and the model 'moa_bert'"):
+        check_same_model(tmp_path, config)
+    check_same_model(tmp_path, plain.config)
