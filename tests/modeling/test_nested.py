@@ -134,12 +134,85 @@ def test_sequences_have_budgets_of_their_own(case, form):
         torch.testing.assert_close(together[0][chosen], same[0][chosen], atol=1e-10, rtol=0)
 
 
-def test_sequences_of_one_call_have_the_same_layers():
-    model = CASE["BertModel"].build(**FORMS["depth"])
-    inputs = CASE["BertModel"].inputs()
+GROUPED = ["BertModel", "BertForSequenceClassification", "GPT2Model", "T5EncoderModel"]
+
+
+@pytest.mark.parametrize("form", ["mae", "depth"])
+@pytest.mark.parametrize("name", GROUPED)
+def test_sequences_of_one_budget_are_computed_together(name, form):
+    """Each at its own size, and with its own layers."""
+    case = CASE[name]
+    model, inputs = case.build(**FORMS[form]).double(), case.inputs()
+    inputs |= {"use_cache": False} if name.startswith("GPT2") else {}
+    budgets = torch.tensor([0.25, 1, 0.25])
+    down = next(m for n, m in model.named_modules() if _OF_NEURONS.fullmatch(f"{n}.weight"))
+    sizes = []
+    down.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[-1]))
+    together = model(**inputs, budget=budgets)
+    assert sizes == [48, 48]  # a hooked layer is called whole, once for each group
+    if name.endswith("Classification"):  # one token
+        assert together.logits.shape == (3, 3)
+    for budget in (0.25, 1):
+        chosen = budgets == budget
+        same = model(**inputs, budget=budget)
+        assert together.keys() == same.keys()
+        for key in same:
+            torch.testing.assert_close(together[key][chosen], same[key][chosen], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_of_budgets_have_gradients_and_hidden_states(name):
+    case = CASE[name]
+    model, inputs = case.build(**FORMS["mae"]).double(), case.inputs()
+    inputs |= {"use_cache": False} if name.startswith("GPT2") else {}
+    budgets, found = torch.tensor([0.5, 1, 0.25]), []
+    for split in (True, False):
+        model.zero_grad()
+        if split:
+            output = model(**inputs, budget=budgets, output_hidden_states=True)
+            outputs = [output]
+        else:
+            outputs = [
+                model(**{k: v[i : i + 1] if torch.is_tensor(v) else v for k, v in inputs.items()},
+                      budget=budget, output_hidden_states=True)
+                for i, budget in enumerate(budgets.tolist())
+            ]  # fmt: skip
+        sum(output[0].square().sum() for output in outputs).backward()
+        states = [torch.cat(layer) for layer in zip(*(o.hidden_states for o in outputs), strict=True)]
+        found.append([*states, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=0)
+
+
+def test_sequences_that_stay_together_have_the_same_layers():
+    model, inputs = CASE["BertModel"].build(**FORMS["depth"]), CASE["BertModel"].inputs()
+    with pytest.raises(ValueError, match=r"different layers \(got \[1.0, 0.25\]\): call once"):
+        model(**inputs, budget=torch.tensor([1, 0.25, 1]), output_hidden_states=True)
+    model.train()
     model(**inputs, budget=torch.tensor([1, 0.5, 1]))  # both with two layers
     with pytest.raises(ValueError, match=r"different layers \(got \[1.0, 0.25\]\)"):
         model(**inputs, budget=torch.tensor([1, 0.25, 1]))
+
+
+def test_a_cache_holds_sequences_of_several_budgets_together():
+    case = CASE["GPT2LMHeadModel"]
+    model, inputs = case.build(**FORMS["mha"]).double(), case.inputs()
+    budgets = torch.tensor([0.25, 1, 0.25])
+    cached = model(**inputs, budget=budgets, use_cache=True)
+    assert cached.past_key_values.get_seq_length() == inputs["input_ids"].shape[1]
+    apart = model(**inputs, budget=budgets, use_cache=False)
+    assert apart.get("past_key_values") is None
+    torch.testing.assert_close(cached.logits, apart.logits, atol=1e-10, rtol=0)
+
+
+def test_halves_of_an_encoder_decoder_model_have_pairs_of_their_own():
+    case = CASE["T5ForConditionalGeneration"]
+    model, inputs = case.build(**FORMS["mae"]).double(), case.inputs()
+    pairs = torch.tensor([[0.25, 1], [1, 0.5], [0.25, 0.25]])
+    together = model(**inputs, budget=pairs)
+    for i, pair in enumerate(pairs.tolist()):
+        alone = model(**inputs, budget=tuple(pair))
+        torch.testing.assert_close(together.logits[i], alone.logits[i], atol=1e-10, rtol=0)
 
 
 # --- shapes and their rules -------------------------------------------------------------------------

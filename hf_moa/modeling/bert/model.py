@@ -21,6 +21,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+from ..core.budget_groups import in_groups_of_budgets
 from ..core.gated_model import GatedModel
 from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
 from ..core.one_token import OneToken, may_compute_one_token
@@ -76,6 +77,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
 
     @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
+    @in_groups_of_budgets
     @merge_with_config_defaults
     @capture_outputs
     def forward(

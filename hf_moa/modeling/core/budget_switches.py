@@ -44,6 +44,11 @@ class BudgetSwitches(ModelMixin):
             )
         return controls
 
+    def makes_cache(self, use_cache: bool | None) -> bool:
+        """Whether a call with this argument makes a cache."""
+        is_causal = any(getattr(module, "is_causal", False) for module in self.modules())
+        return is_causal and (self.config.use_cache if use_cache is None else use_cache)
+
     def _resolve_budget(self, tokens: Tensor, budget: Any) -> Any:
         """What a call of a stack on `tokens` `[B, ...]` has to know; None without budgets."""
         if self.budget_control is not None:

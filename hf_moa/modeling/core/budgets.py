@@ -197,6 +197,8 @@ class BudgetHolder(nn.Module):
 
     # whether a budget leaves out parts of matrices, and not what gates skip
     skips_whole_parts = False
+    # whether sequences of different budgets are computed apart
+    makes_groups = False
 
     def has_all_layers(self, budget: Any) -> bool:
         """Whether every layer runs at a budget."""

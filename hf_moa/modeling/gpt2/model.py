@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..attention.packed import refuse_packed_texts
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+from ..core.budget_groups import in_groups_of_budgets
 from ..core.budgets import layers_at
 from ..core.gated_model import GatedModel
 from ..core.generation import GatedGenerationMixin
@@ -101,6 +102,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
 
     @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
+    @in_groups_of_budgets
     @merge_with_config_defaults
     @capture_outputs
     def forward(

@@ -65,6 +65,7 @@ class NestedBudgets(BudgetHolder):
         self.shapes = tuple(shapes)
 
     skips_whole_parts = True
+    makes_groups = True
 
     def has_all_layers(self, budget: Any) -> bool:
         return self._shape_of(budget).layers == self.shapes[0].layers

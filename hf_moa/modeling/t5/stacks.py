@@ -20,6 +20,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+from ..core.budget_groups import in_groups_of_budgets
 from ..core.budgets import layers_at
 from ..core.gated_model import GatedModel
 from ..core.initialization import InitScales
@@ -124,6 +125,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
 
     @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
+    @in_groups_of_budgets
     @merge_with_config_defaults
     @capture_outputs
     def forward(
