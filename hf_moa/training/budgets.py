@@ -5,8 +5,10 @@ print(format_budget_table(rows))
 """
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import Trainer
@@ -14,6 +16,8 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from hf_moa.markdown import union_table
 from hf_moa.modeling.core.precision import on_device
+
+logger = logging.getLogger(__name__)
 
 Budget = float | tuple[float, float]
 
@@ -129,6 +133,8 @@ def evaluate_budgets(
         Afterwards the model is at its default budget (`set_budget(None)`), also when an error
         ended the evaluation. The trainer keeps the rows as `budget_rows`, for its model card.
 
+    Where the gates compute more than 0.1 above a budget, a warning says so, and what to change.
+
     Raises:
         ValueError: the model has no budgets; a budget is not one of them; `budgets`
             is empty; there is no evaluation dataset, or several.
@@ -175,8 +181,28 @@ def evaluate_budgets(
             )
     finally:
         model.set_budget(None)
+    _warn_of_excess(rows, model.config)
     trainer.budget_rows = rows  # type: ignore[attr-defined]  # a plain `Trainer` carries it too
     return rows
+
+
+# how far above a budget the computed share may be before it is said
+_EXCESS = 0.1
+
+
+def _warn_of_excess(rows: Sequence[dict], config: Any) -> None:
+    """Warn of budgets that the gates do not keep."""
+    above = [
+        f"{row['compute_fraction']:.2f} at budget {row['budget']:g}"
+        for row in rows
+        if not isinstance(row["budget"], tuple) and row["compute_fraction"] > row["budget"] + _EXCESS
+    ]
+    if above:
+        logger.warning(
+            f"The gates compute {', '.join(above)}: more than {_EXCESS:g} above. Train longer, with "
+            "budget_sampling='all', a higher budget_bias_learning_rate or gate_learning_rate, or a "
+            f"higher cct_budget_loss_coef (it is {config.cct_budget_loss_coef})."
+        )
 
 
 def _warm_up(trainer: Trainer, batch: list) -> None:

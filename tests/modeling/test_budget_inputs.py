@@ -11,6 +11,7 @@ from hf_moa import FTGConfig, MoaBertForSequenceClassification, MoaBertModel, up
 from hf_moa.modeling.cct.budgets import Budget
 from hf_moa.modeling.cct.control import ControlNetwork
 from hf_moa.modeling.cct.costs import budget_loss
+from hf_moa.modeling.core import budget_switches
 
 BUDGETS = {"bert": [1, 0.5, 0.33], "gpt2": [1, 0.5, 0.33], "t5": [[1, 1], [1, 0.5], [0.33, 1]]}
 each_case = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
@@ -376,3 +377,22 @@ def test_errors_say_budgets_as_they_were_given(dtype):
     model = case.build(cct_budgets=[1, 0.5])
     with pytest.raises(ValueError, match=r"\(got \[1\.0, 0\.7, 0\.5\]\)"):
         model(**case.inputs(), budget=torch.tensor([1, 0.7, 0.5], dtype=dtype))
+
+
+def test_untrained_gates_are_said_once(monkeypatch):
+    case = CASE["BertForSequenceClassification"]
+    said = []
+    monkeypatch.setattr(budget_switches.logger, "warning", said.append)
+    model, inputs = upcycle(case.build_plain(), cct_budgets=[1, 0.5]), case.inputs()
+    assert model(**inputs).compute_fraction.eq(1).all()
+    assert not said  # nobody asked for less
+    for _ in range(2):
+        assert model(**inputs, budget=0.5).compute_fraction.eq(1).all()
+    assert len(said) == 1
+    assert "were never trained" in said[0]
+    trained = upcycle(case.build_plain(), cct_budgets=[1, 0.5])
+    for parameter in trained.parameters():
+        parameter.data += 0.01
+    trained(**inputs, budget=0.5)
+    case.build(nested_budgets=[1, 0.5])(**inputs, budget=0.5)
+    assert len(said) == 1

@@ -277,3 +277,24 @@ if __name__ == "__main__":  # one process of `test_two_processes_count_every_seq
     searched = evaluate_budgets(make_trainer(FakeGeneratingModel(), folder), budgets=[1])
     answer = json.dumps([trainer.args.world_size, evaluate_budgets(trainer), searched])
     (folder / f"rows-{trainer.args.process_index}.json").write_text(answer)
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(1.0, "1.00 at budget 0.5, 1.00 at budget 0.25"), (0.3, "")]
+)
+def test_gates_that_compute_too_much_are_warned_of(share, said, tmp_path, caplog):
+    config = MoaBertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        cct_budgets=[1.0, 0.5, 0.25],
+    )
+    model = MoaBertForSequenceClassification(config).eval()
+    model.set_cct_gates(share)
+    data = [{"input_ids": row, "labels": torch.tensor(1)} for row in torch.randint(1, 50, (5, 64))]
+    evaluate_budgets(make_trainer(model, tmp_path, eval_dataset=data))
+    messages = [record.message for record in caplog.records if "more than 0.1 above" in record.message]
+    assert len(messages) == bool(said)
+    assert all(said in message and "cct_budget_loss_coef" in message for message in messages)

@@ -82,6 +82,17 @@ class ControlNetwork(nn.Module):
             init.zeros_(self.out.weight)
             init.constant_(self.out.bias, OPEN_GATE_LOGIT)
 
+    @property
+    def is_untrained(self) -> bool:
+        """Whether it still is the constant that a converted checkpoint starts from. On an accelerator no
+        one looks: that would wait for all that was begun before."""
+        weight = self.out.weight
+        if not self.starts_open or self.forced is not None or weight.device.type != "cpu":
+            return False
+        if bool(weight.any()):
+            return False
+        return self.budget_bias is None or not bool(self.budget_bias.any())
+
     def forward(self, hidden_states: Tensor, budget: Budget | None = None) -> Tensor:
         if self.forced is not None and not self.training:
             return self.forced(self, hidden_states)

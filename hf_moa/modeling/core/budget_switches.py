@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from .mixins import ModelMixin
 from .slots import GATINGS
+
+logger = logging.get_logger(__name__)
 
 
 class BudgetSwitches(ModelMixin):
@@ -52,9 +56,25 @@ class BudgetSwitches(ModelMixin):
     def _resolve_budget(self, tokens: Tensor, budget: Any) -> Any:
         """What a call of a stack on `tokens` `[B, ...]` has to know; None without budgets."""
         if self.budget_control is not None:
+            if budget is not None and not self.training:
+                self._say_where_gates_are_untrained()
             return self.budget_control(tokens.shape[0], tokens.device, budget)
         self._refuse_budget(budget)
         return None
+
+    _looked_at_gates = False
+
+    def _say_where_gates_are_untrained(self) -> None:
+        """Warn at the first call with a budget: gates that nobody trained skip nothing."""
+        if self._looked_at_gates or torch.compiler.is_compiling():
+            return
+        self._looked_at_gates = True
+        found = [module.is_untrained for module in self.modules() if hasattr(module, "is_untrained")]
+        if found and all(found):
+            logger.warning(
+                f"The gates of this {type(self).__name__} were never trained. They are open at every "
+                "budget, and all is computed, until the model is finetuned with its budgets."
+            )
 
     @staticmethod
     def _refuse_budget(budget: Any) -> None:
