@@ -18,7 +18,9 @@ from hf_moa import MoaBertConfig, MoaBertForMultipleChoice
 from hf_moa.cli import main
 from hf_moa.cli.command import load_checkpoint
 from hf_moa.cli.gating_fields import gating_fields
+from hf_moa.cli.upcycle import UPCYCLED
 from hf_moa.families import TASKS
+from hf_moa.modeling.cct.upcycling import default_fields
 from hf_moa.modeling.config.gating import GatingConfig
 from hf_moa.quickstart.tokenizer import train_tokenizer
 
@@ -87,7 +89,9 @@ def test_help_of_upcycle_says_what_every_field_is(capsys, monkeypatch):
     assert "--cct-budgets BUDGET [BUDGET ...]" in text
     shown = [f for f in gating_fields() if f"--{f.name.replace('_', '-')}" in text]
     assert len(shown) > 20
-    said = [(f, f"{f.meaning} (default: {f.default})") for f in shown]
+    # `default_fields` has what upcycle sets itself
+    of_cct = {name: f"{value} with CCT" for name, value in UPCYCLED.items()}
+    said = [(f, f"{f.meaning} (default: {of_cct.get(f.name, f.default)})") for f in shown]
     assert all((s.replace("None", "none") if "None" in f.kinds else s) in text for f, s in said)
     assert "for T5 also pairs" in text
 
@@ -471,3 +475,9 @@ def test_budgets_are_refused_before_weights_are_loaded(command, tmp_path, bert_d
     }.items():
         assert main([command, str(tmp_path), *data, "--budgets", budget]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_upcycle_sets_what_its_help_says():
+    for name, value in default_fields({"cct_budgets": [1, 0.5]}).items():
+        if name != "cct_sublayer_norm":  # which has no flag
+            assert str(UPCYCLED[name]).partition(",")[0] == str(value)

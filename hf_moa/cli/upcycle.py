@@ -29,6 +29,15 @@ _TASKS = (
     "token-classification",
     "question-answering",
 )
+# What upcycle sets of CCT, instead of the configuration's defaults; see `cct/upcycling.py`, which would
+# import torch.
+UPCYCLED = {
+    "cct_budget_bias": True,
+    "cct_control_symbols": False,
+    "cct_gate_training": "hard",
+    "cct_full_budget_is_plain": "True, if 1 is one of them",
+    "cct_noise_max": 1.0,
+}
 # What upcycle takes besides the gating fields.
 _HEAD_FIELDS = {
     "num_attention_heads": "heads active per token (default: the source's)",
@@ -72,7 +81,10 @@ def add(commands: Any) -> None:
 
 def _options(field: GatingField) -> dict[str, Any]:
     """Options of `add_argument` for one field of `GatingConfig`."""
-    meaning = f"{field.meaning} (default: {field.default})".replace("%", "%%")
+    default = str(field.default)
+    if field.name in UPCYCLED:
+        default = f"{UPCYCLED[field.name]} with CCT"
+    meaning = f"{field.meaning} (default: {default})".replace("%", "%%")
     if field.kinds[0] == "list":
         meaning += "; for T5 also pairs of the encoder's and the decoder's, such as 1,1 1,0.5"
     if "None" in field.kinds:
