@@ -235,6 +235,19 @@ def test_refuses_what_is_no_token(model_class):
     with pytest.raises(ValueError, match=r"a position for each sequence \(got a tensor \[1\]\)"):
         model(**inputs, last_layer_token=torch.tensor([0]))
 
+    with pytest.raises(ValueError, match=r"positions among 9 tokens \(got \[0, 9, 0\]\)"):
+        model(**inputs, last_layer_token=torch.tensor([0, 9, 0]))
+    model.set_attn_implementation("flex_attention")
+    message = r"must be of sdpa, eager .* \(got 'flex_attention'\)"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        model(**inputs, last_layer_token=0)
+
+
+def test_other_implementations_compute_all_tokens():
+    case = READER["bert"]
+    model, inputs = case.build(attn_implementation="flex_attention"), case.inputs()
+    assert tokens_computed(model, **inputs)[0] == inputs["input_ids"].shape[1]
+
 
 def test_refuses_a_token_behind_a_cache():
     case = CASE["GPT2Model"]

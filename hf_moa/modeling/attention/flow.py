@@ -26,7 +26,7 @@ from ..cache.naming import PAGED_CACHE, takes_cache_by_any_name
 from ..cache.paged import with_paged_keys
 from ..cache.place import CachePlace
 from ..core.macs import Macs
-from ..core.one_token import OneToken
+from ..core.one_token import IMPLEMENTATIONS, OneToken
 from ..core.records import Record
 from .functions import GroupedQueries, eager_attention_forward
 from .multi_head import MultiHead
@@ -249,7 +249,8 @@ class AttentionFlow(nn.Module):
         Raises:
             ValueError: continuous batching of learned MAE gates; a layer that rotates, and no
                 `position_embeddings`, or one token; cross-attention, and neither
-                `encoder_hidden_states` nor a cache that holds their keys, or one token.
+                `encoder_hidden_states` nor a cache that holds their keys, or one token; one token under
+                an implementation with masks of another kind.
         """
         place = None
         if cache is not None:
@@ -285,6 +286,11 @@ class AttentionFlow(nn.Module):
                 raise ValueError(
                     "token must be None in cross-attention and in a layer that rotates (got "
                     f"{token.position})."
+                )
+            if self.attn_implementation not in IMPLEMENTATIONS:
+                raise ValueError(
+                    f"attn_implementation must be of {', '.join(IMPLEMENTATIONS)} where one token is "
+                    f"asked for (got {self.attn_implementation!r}): use set_attn_implementation."
                 )
             call, mix = call.of_token(token, is_causal=self.is_causal), self.mixture.take(mix, token)
         if self.gates is not None:

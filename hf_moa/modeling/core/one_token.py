@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from ..cache.naming import CACHE_NAME
+from .tracing import is_traced
+
+IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, whose masks are tensors of pairs
 
 
 class OneToken(NamedTuple):
@@ -55,6 +58,12 @@ class OneToken(NamedTuple):
                 raise ValueError(
                     f"last_layer_token must be a number or a tensor [{batch}], a position for each "
                     f"sequence (got a tensor {list(position.shape)})."
+                )
+            can_look = position.device.type == "cpu" and not is_traced(position)
+            if can_look and bool(((position < -length) | (position >= length)).any()):
+                raise ValueError(
+                    f"last_layer_token must hold positions among {length} tokens (got "
+                    f"{position.tolist()})."
                 )
             return cls(torch.where(position < 0, position + length, position), (batch, length))
         if not -length <= position < length:
@@ -103,7 +112,6 @@ _OF_ALL_TOKENS = (
     "output_expert_weights",
     "output_cct_gates",
 )
-_IMPLEMENTATIONS = ("sdpa", "eager")  # whose masks are tensors of pairs
 
 
 def may_compute_one_token(model: Any, inputs: dict[str, Any]) -> bool:
@@ -115,7 +123,7 @@ def may_compute_one_token(model: Any, inputs: dict[str, Any]) -> bool:
         inputs: of the call.
     """
     config = model.config
-    if model.training or config._attn_implementation not in _IMPLEMENTATIONS:
+    if model.training or config._attn_implementation not in IMPLEMENTATIONS:
         return False
     if any(inputs.get(name) is not None for name in (CACHE_NAME, "cache", "encoder_hidden_states")):
         return False
