@@ -362,6 +362,10 @@ def test_budgets_of_a_checkpoint_stay(by_config, tmp_path):
     with pytest.raises(ValueError, match=r"trained for, \[1, 0\.5\] \(got \[1, 0\.7\]\)"):
         load([1, 0.7])
     assert load([1.0, 1, 1, 0.5]).config.listed_budgets == [1.0, 0.5]  # drawn more often
+    if by_config:
+        config = case.family.config_class.from_pretrained(tmp_path)
+        (tmp_path / "config.json").unlink()  # nothing says what the weights are of
+        assert case.gated.from_pretrained(tmp_path, config=config).config.cct_budgets == [1, 0.5]
 
 
 def test_budgets_of_a_plain_checkpoint_are_new(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -71,8 +71,9 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if model.config.has_cct and pretrained_model_name_or_path is not None:
-            saved, _ = type(model.config).get_config_dict(pretrained_model_name_or_path, **hub)
-            _check_budgets(model.config, saved.get("cct_budgets"))
+            with suppress(OSError):  # weights without a configuration beside them
+                saved, _ = type(model.config).get_config_dict(pretrained_model_name_or_path, **hub)
+                _check_budgets(model.config, saved.get("cct_budgets"))
         if getattr(model, "is_quantized", False):
             # quantisers convert linear layers; the matrices of experts are one tensor
             names = [name for name, p in model.named_parameters() if p.ndim == 3]
