@@ -43,8 +43,9 @@ def benchmark(
 
     Returns:
         One dict each for the plain model of transformers with the same sizes (of random weights, which
-        take the same time; a classifier of which computes its last layer for all tokens); for the gated model, at each budget, and with CCT at the largest in the
-        "dense" form, which computes everything and masks:
+        take the same time; a classifier of which computes its last layer for all tokens); for the gated
+        model, at each budget, and with CCT at the largest in the "dense" form, which computes everything
+        and masks:
 
         - `model`, `budget` (None without budgets), `execution` (with CCT);
         - `compute_fraction`: with budgets, the mean over the sequences;
