@@ -296,9 +296,34 @@ def test_experts_run_in_half_precision(implementation, tmp_path):
     model.save_pretrained(tmp_path)
     half = LM.gated.from_pretrained(tmp_path, dtype=torch.float16)
     half.set_experts_implementation(implementation)
-    assert {p.dtype for p in half.parameters()} == {torch.float16}
+    for name, parameter in half.named_parameters():
+        wide = name.endswith("down_proj")
+        assert parameter.dtype == (torch.float32 if wide else torch.float16), name
     expected = model(**LM.inputs()).logits
     torch.testing.assert_close(half(**LM.inputs()).logits.float(), expected, atol=0.1, rtol=0)
+    all_half = half.half()  # whoever asks for it
+    assert {p.dtype for p in all_half.parameters()} == {torch.float16}
+    torch.testing.assert_close(all_half(**LM.inputs()).logits.float(), expected, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["mha", "moe", "moe-gated-gelu"])
+def test_half_precision_does_not_overflow(name, implementation, tmp_path):
+    """As the dense T5's does not, whose last projection gives more than half precision can hold."""
+    all_experts = {"num_ffn_experts": 3, "num_ffn_experts_per_token": 3}  # rounding chooses none
+    model = LM.build(**T5.variants[name] | (all_experts if name != "mha" else {}))
+    for key, parameter in model.named_parameters():
+        if key.endswith((".wo.weight", "down_proj", "down.weight")):
+            parameter.data *= 3e5
+    model.save_pretrained(tmp_path)
+    half = LM.gated.from_pretrained(tmp_path, dtype=torch.float16)
+    for each in (model, half):
+        each.set_experts_implementation(implementation)
+    hidden = half.encoder(LM.inputs()["input_ids"], output_hidden_states=True).hidden_states
+    assert max(state.abs().max() for state in hidden[:-1]) > 65504
+    actual, expected = half(**LM.inputs()).logits.float(), model(**LM.inputs()).logits
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(actual, expected, atol=0.05 * scale, rtol=0)
 
 
 def test_implementation_of_experts_reaches_both_stacks(monkeypatch):

@@ -6,6 +6,7 @@ brings grouped matrix products on CPU and CUDA.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,8 @@ class _PortableExperts(ExpertsInterface):
         def chosen_or_loop(experts, *args, **kwargs):
             if experts_implementation == "grouped_mm" and not _grouped_mm_runs_on(experts):
                 return default(experts, *args, **kwargs)
+            if experts.has_wide_down:
+                return _chosen_with_wide_down(chosen, experts, *args, **kwargs)
             return chosen(_WithTokenBiases(experts) if experts.bias else experts, *args, **kwargs)
 
         return chosen_or_loop
@@ -45,6 +48,36 @@ def _grouped_mm_runs_on(experts: FeedForwardExperts) -> bool:
     weights = (experts.up_weight, experts.down_proj)
     aligned = all(w.shape[-1] * w.element_size() % 16 == 0 for w in weights)
     return aligned and experts.down_proj.dtype != torch.float64
+
+
+# What a wide product's result is divided by, since these implementations return the dtype that they were
+# given.
+_NARROW = 256
+
+
+def _chosen_with_wide_down(
+    chosen: Callable, experts: FeedForwardExperts, x: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
+    """Experts whose last matrix is float32: `[tokens, d]` in float32, which half may not hold."""
+    y = chosen(_WithWideDown(experts), x, index, weights / _NARROW)
+    return y.to(experts.down_proj.dtype) * _NARROW
+
+
+class _WithWideDown:
+    """Experts whose activation is of the last matrix's dtype."""
+
+    def __init__(self, experts: FeedForwardExperts):
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+    def act_fn(self, x: Tensor) -> Tensor:
+        return self._experts.act_fn(x).to(self._experts.down_proj.dtype)
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        activated, multiplied = x.chunk(2, dim=-1)
+        return self.act_fn(activated) * multiplied
 
 
 class _WithTokenBiases:
@@ -132,11 +165,17 @@ class FeedForwardExperts(nn.Module):
         return Macs(up.total + down.total, up.active + down.active)
 
     @property
+    def has_wide_down(self) -> bool:
+        """Whether the last matrix is of another dtype: T5's stays float32 in half, as its `wo` does."""
+        return self.up_weight.dtype != self.down_proj.dtype
+
+    @property
     def up_weight(self) -> Tensor:
         return self.gate_up_proj if self.is_gated else self.up_proj
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        output = torch.zeros_like(hidden_states)
+        dtype = self.down_proj.dtype if self.has_wide_down else hidden_states.dtype
+        output = torch.zeros_like(hidden_states, dtype=dtype)
         linear = nn.functional.linear
         for expert in range(self.num_experts):
             token, slot = torch.where(top_k_index == expert)
@@ -148,6 +187,7 @@ class FeedForwardExperts(nn.Module):
                 up = self.act_fn(activated) * multiplied
             else:
                 up = self.act_fn(up)
+            up = up.to(dtype) if self.has_wide_down else up
             down = linear(up, self.down_proj[expert], down_bias)
             weighted = down * top_k_weights[token, slot, None].to(down.dtype)
             output = output.index_add(0, token, weighted.to(output.dtype))

@@ -38,9 +38,9 @@ class MoaT5PreTrainedModel(GatedModel, T5PreTrainedModel):
 
     config_class = MoaT5Config
     _no_split_modules = ("MoaT5Block",)  # type: ignore[assignment]  # made a set
-    # The last projection of a feed-forward layer overflows float16; `down` is that of CCT's parts.
-    # (In full: transformers looks for these anywhere in a name, and experts have a `down_proj`.)
-    _keep_in_fp32_modules = ("wo", "down.weight")  # type: ignore[assignment]  # made a set
+    # The last projection of a feed-forward layer overflows float16; `down` is that of CCT's parts, and
+    # `down_proj` of experts.
+    _keep_in_fp32_modules = ("wo", "down.weight", "down_proj")  # type: ignore[assignment]  # made a set
     _can_record_outputs = {  # noqa: RUF012 - read by transformers as it stands
         "hidden_states": OutputRecorder(MoaT5Block, index=0),
         "attentions": OutputRecorder(MoaT5Attention, index=1, layer_name="SelfAttention"),
