@@ -346,26 +346,24 @@ def test_a_checkpoint_of_before_keeps_its_loss(tmp_path):
     assert torch.equal(*losses)
 
 
-@pytest.mark.parametrize("by_config", [False, True])
-def test_budgets_of_a_checkpoint_stay(by_config, tmp_path):
+@each_case
+@pytest.mark.parametrize("has_bias", [False, True], ids=["symbols", "biases"])
+def test_budgets_of_a_checkpoint_stay(case, has_bias, tmp_path):
     """What .5 has learned would stand for .7."""
-    case = CASE["BertForSequenceClassification"]
-    case.build(cct_budgets=[1, 0.5]).save_pretrained(tmp_path)
-
-    def load(budgets):
-        if not by_config:
-            return case.gated.from_pretrained(tmp_path, cct_budgets=budgets)
-        config = case.family.config_class.from_pretrained(tmp_path)
-        config.cct_budgets = budgets
-        return case.gated.from_pretrained(tmp_path, config=config)
-
-    with pytest.raises(ValueError, match=r"trained for, \[1, 0\.5\] \(got \[1, 0\.7\]\)"):
-        load([1, 0.7])
-    assert load([1.0, 1, 1, 0.5]).config.listed_budgets == [1.0, 0.5]  # drawn more often
-    if by_config:
-        config = case.family.config_class.from_pretrained(tmp_path)
-        (tmp_path / "config.json").unlink()  # nothing says what the weights are of
-        assert case.gated.from_pretrained(tmp_path, config=config).config.cct_budgets == [1, 0.5]
+    fields = {"cct_budget_bias": has_bias, "cct_control_symbols": not has_bias}
+    case.build(cct_budgets=[1, 0.5], **fields).save_pretrained(tmp_path)
+    message = r"trained for, \[1, 0\.5\] \(got \[1, 0\.7\]\)"
+    config = case.config(cct_budgets=[1, 0.7], **fields)
+    for model_class in (case.gated, case.auto):
+        for other in ({"cct_budgets": [1, 0.7]}, {"config": config}):
+            with pytest.raises(ValueError, match=message):
+                model_class.from_pretrained(tmp_path, **other)
+        # drawn more often, and in other pairs
+        for same in ([0.5, 1, 1], *([[[1, 0.5], [0.5, 1]]] if case.family.name == "t5" else [])):
+            loaded = model_class.from_pretrained(tmp_path, cct_budgets=same)
+            assert loaded.config.cct_budgets == same
+    (tmp_path / "config.json").unlink()  # nothing says what the weights are of
+    assert case.gated.from_pretrained(tmp_path, config=config).config.cct_budgets == [1, 0.7]
 
 
 def test_budgets_of_a_plain_checkpoint_are_new(tmp_path):

@@ -67,13 +67,15 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         Raises:
             ValueError: as transformers', and for `cct_budgets` that the checkpoint was not trained for.
         """
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        budgets = kwargs.get("cct_budgets", getattr(kwargs.get("config"), "cct_budgets", None))
+        if budgets is not None and pretrained_model_name_or_path is not None:
+            hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+            config_class: Any = cls.config_class
+            with suppress(OSError):  # weights without a configuration beside them
+                saved, _ = config_class.get_config_dict(pretrained_model_name_or_path, **hub)
+                _check_budgets(budgets, saved.get("cct_budgets"))
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if model.config.has_cct and pretrained_model_name_or_path is not None:
-            with suppress(OSError):  # weights without a configuration beside them
-                saved, _ = type(model.config).get_config_dict(pretrained_model_name_or_path, **hub)
-                _check_budgets(model.config, saved.get("cct_budgets"))
         if getattr(model, "is_quantized", False):
             # quantisers convert linear layers; the matrices of experts are one tensor
             names = [name for name, p in model.named_parameters() if p.ndim == 3]
@@ -324,16 +326,22 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         return loss + aux_loss * share
 
 
-def _check_budgets(config: Any, saved: Any) -> None:
-    """Raise a ValueError where a checkpoint's weights were trained for other `cct_budgets`: what each
-    has learned would stand for another."""
-    distinct = [sorted({str(b) for b in _as_pairs(each)}) for each in (config.cct_budgets, saved or [])]
-    if saved is not None and distinct[0] != distinct[1]:
-        raise ValueError(
-            f"cct_budgets must be those that the checkpoint was trained for, {saved} (got "
-            f"{config.cct_budgets}). Leave them out; for others, upcycle the source again and train."
-        )
+def _check_budgets(given: Any, saved: Any) -> None:
+    """Raise a ValueError where a checkpoint's weights were trained for other `cct_budgets`, as many.
+
+    What one has learned would stand for another. (Another number of them does not fit the weights.)
+    """
+    for own, known in zip(_of_each_half(given), _of_each_half(saved), strict=False):
+        if len(own) == len(known) and own != known:
+            raise ValueError(
+                f"cct_budgets must be those that the checkpoint was trained for, {saved} (got {given}). "
+                "Leave them out; for others, upcycle the source again and train."
+            )
 
 
-def _as_pairs(budgets: Any) -> list[tuple[float, ...]]:
-    return [tuple(map(float, b if isinstance(b, (list, tuple)) else [b])) for b in budgets]
+def _of_each_half(budgets: Any) -> list[set[float]]:
+    """The distinct budgets, of an encoder and of a decoder."""
+    if not isinstance(budgets, (list, tuple)):
+        return []
+    pairs = (b if isinstance(b, (list, tuple)) else (b, b) for b in budgets)
+    return [set(half) for half in zip(*pairs, strict=False)]

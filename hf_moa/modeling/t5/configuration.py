@@ -25,8 +25,7 @@ class MoaT5Config(GatingConfig, T5Config):
             Pairs `[encoder, decoder]` of compute budgets in (0, 1] that training samples from, or
             numbers, which stand for all pairs of them. `None` switches CCT off.
 
-    In float16 the last projection of every feed-forward layer stays float32, as T5's does, except with
-    `ffn_type="moe"`: load those in bfloat16.
+    In float16 the last projection of every feed-forward layer stays float32, as T5's does.
 
     Raises:
         ValueError: a field breaks its rule; the message names the field, the rule and the value.
