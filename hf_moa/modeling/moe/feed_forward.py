@@ -76,8 +76,8 @@ class _WithWideDown:
         return self._experts.act_fn(x).to(self._experts.down_proj.dtype)
 
     def _apply_gate(self, x: Tensor) -> Tensor:
-        activated, multiplied = x.chunk(2, dim=-1)
-        return self.act_fn(activated) * multiplied
+        first, second = x.chunk(2, dim=-1)
+        return self.act_fn(first) * second
 
 
 class _WithTokenBiases:
