@@ -301,7 +301,7 @@ def test_experts_run_in_half_precision(implementation, tmp_path):
         assert parameter.dtype == (torch.float32 if wide else torch.float16), name
     expected = model(**LM.inputs()).logits
     torch.testing.assert_close(half(**LM.inputs()).logits.float(), expected, atol=0.1, rtol=0)
-    all_half = half.half()  # whoever asks for it
+    all_half = half.half()  # casts every parameter, as in transformers
     assert {p.dtype for p in all_half.parameters()} == {torch.float16}
     torch.testing.assert_close(all_half(**LM.inputs()).logits.float(), expected, atol=0.1, rtol=0)
 

@@ -274,7 +274,7 @@ class GatedStaticLayer(_GateStates, StaticLayer):
     neither recompiles nor reallocates.
 
     States stand at the positions of their tokens, as keys do, and what counts is what the cache says it
-    holds: whoever sets `cumulative_length` back goes back here, too.
+    holds: setting `cumulative_length` back sets them back, too.
     """
 
     states: dict[str, Tensor]

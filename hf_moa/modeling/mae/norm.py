@@ -43,7 +43,7 @@ class GateBatchNorm(nn.BatchNorm1d):
         self.is_global = False
 
     def reset_running_stats(self) -> None:
-        """As the parent's, but for a frozen one: it would not find new ones."""
+        """As the parent's. A frozen one keeps its statistics, since it collects no new ones."""
         if self.weight.requires_grad:
             super().reset_running_stats()
 
