@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from hf_moa.modeling.core.mechanism import MECHANISMS
+from hf_moa.modeling.core.mechanism import shape_field_names
 
 # Uploads and searches for checkpoints pass it over.
 STAGING_FOLDER = "_unfinished"
@@ -115,9 +115,14 @@ def check_same_model(folder: str | os.PathLike, config: Any) -> None:
     if config is None or not path.is_file():
         return
     saved, own = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(config.to_dict()))
-    shapes = (name for mechanism in MECHANISMS.values() for name in mechanism.shape_fields)
     names = dict.fromkeys(
-        ("model_type", "attention_type", "ffn_type", *shapes, *getattr(config, "backbone_sizes", ()))
+        (
+            "model_type",
+            "attention_type",
+            "ffn_type",
+            *shape_field_names(),
+            *getattr(config, "backbone_sizes", ()),
+        )
     )
     differing = [
         f"{name} {saved.get(name)!r}, and the model {own.get(name)!r}"

@@ -100,6 +100,11 @@ def field_names() -> tuple[str, ...]:
     return ("attention_type", "ffn_type", *(n for m in MECHANISMS.values() for n in m.defaults))
 
 
+def shape_field_names() -> tuple[str, ...]:
+    """The `shape_fields` of all mechanisms."""
+    return tuple(name for m in MECHANISMS.values() for name in m.shape_fields)
+
+
 def attention_types() -> tuple[str, ...]:
     """The values of `attention_type`."""
     return ("mha", *(m.attention_type for m in MECHANISMS.values() if m.attention_type))

@@ -18,7 +18,7 @@ try:
 except ImportError:
     raise
 
-from ..core.mechanism import MECHANISMS
+from ..core.mechanism import shape_field_names
 from .config import FTGConfig, FTGPeftType
 from .layer import FTGLayer
 
@@ -236,8 +236,7 @@ def _facts(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "listed_budgets"):
         return {}
-    shapes = (name for mechanism in MECHANISMS.values() for name in mechanism.shape_fields)
-    facts = {name: getattr(config, name, None) for name in (*_FACTS, *shapes)}
+    facts = {name: getattr(config, name, None) for name in (*_FACTS, *shape_field_names())}
     # as JSON has them; an adapter's control symbols each stand for one
     listed = config.listed_budgets if config.has_cct else []
     budgets = [list(each) if isinstance(each, tuple) else each for each in listed]
