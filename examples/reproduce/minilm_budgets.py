@@ -29,7 +29,7 @@ from figures import draw_line, panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, budget_argument, claimed, run_script
 from summaries import Point, above_line, at_budget, by_seed, latest, time_and_machine, with_deviation
-from upcycled_minilm import BATCH_SIZES, LATENCY_EXAMPLES, development_batches, read_run
+from upcycled_minilm import BATCH_SIZES, LATENCY_EXAMPLES, development_batches, read_run, run_all
 
 from hf_moa.markdown import table
 
@@ -175,15 +175,10 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
             model = upcycle(model, "mha")  # which computes its last layer for the first token only
         model = model.to(device).eval()
         for column, budget in columns(name).items():
-            candidates[column] = partial(_run_all, model, batches, budget_argument(budget))
+            candidates[column] = partial(run_all, model, batches, budget_argument(budget))
     with torch.inference_mode():
         times = compare(candidates, turns=11, title="latency")
     return {time.name: time.value / LATENCY_EXAMPLES for time in times}
-
-
-def _run_all(model: Any, batches: list[dict], kwargs: dict[str, Any]) -> None:
-    for batch in batches:
-        model(**batch, **kwargs)
 
 
 def columns(model: str) -> dict[str, float | None]:

@@ -208,7 +208,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
     for name, folder in folders.items():
         model = AutoModelForSequenceClassification.from_pretrained(folder).to(device).eval()
         for column, budget in columns(name).items():
-            candidates[column] = partial(_run_all, model, batches, budget_argument(budget))
+            candidates[column] = partial(run_all, model, batches, budget_argument(budget))
     with torch.inference_mode():
         times = compare(candidates, turns=11, title="latency")
     return {time.name: time.value / LATENCY_EXAMPLES for time in times}
@@ -219,7 +219,7 @@ def columns(model: str) -> dict[str, float | None]:
     return {at_budget(model, budget): budget for budget in (BUDGETS if model == GATED else (None,))}
 
 
-def _run_all(model: Callable[..., Any], batches: list[dict], kwargs: dict[str, Any]) -> None:
+def run_all(model: Callable[..., Any], batches: list[dict], kwargs: dict[str, Any]) -> None:
     for batch in batches:
         model(**batch, **kwargs)
 

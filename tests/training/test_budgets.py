@@ -169,17 +169,21 @@ def test_output_without_compute_fraction_is_an_error(tmp_path):
         evaluate_budgets(make_trainer(Silent(), tmp_path))
 
 
-def test_fractions_of_a_real_model_are_those_of_its_forward_pass(tmp_path):
-    torch.manual_seed(0)
+def real_model(**fields):
     config = MoaBertConfig(
         vocab_size=50,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=64,
-        cct_budgets=[1.0, 0.5],
+        **fields,
     )
-    model = MoaBertForSequenceClassification(config).eval()
+    return MoaBertForSequenceClassification(config).eval()
+
+
+def test_fractions_of_a_real_model_are_those_of_its_forward_pass(tmp_path):
+    torch.manual_seed(0)
+    model = real_model(cct_budgets=[1.0, 0.5])
     ids = torch.randint(1, 50, (5, 8))
     data = [{"input_ids": row, "labels": torch.tensor(1)} for row in ids]
     rows = evaluate_budgets(make_trainer(model, tmp_path, eval_dataset=data))
@@ -283,15 +287,7 @@ if __name__ == "__main__":  # one process of `test_two_processes_count_every_seq
     ("share", "said"), [(1.0, "1.00 at budget 0.5, 1.00 at budget 0.25"), (0.3, "")]
 )
 def test_gates_that_compute_too_much_are_warned_of(share, said, tmp_path, caplog):
-    config = MoaBertConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        cct_budgets=[1.0, 0.5, 0.25],
-    )
-    model = MoaBertForSequenceClassification(config).eval()
+    model = real_model(cct_budgets=[1.0, 0.5, 0.25])
     model.set_cct_gates(share)
     data = [{"input_ids": row, "labels": torch.tensor(1)} for row in torch.randint(1, 50, (5, 64))]
     evaluate_budgets(make_trainer(model, tmp_path, eval_dataset=data))
