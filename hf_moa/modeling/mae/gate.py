@@ -46,8 +46,8 @@ class MaeGate(nn.Module):
         init.zeros_(self.out.bias)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As every module's, except for the `nn.SyncBatchNorm` that `convert_sync_batchnorm` makes of the
-        batch normalisation. It knows no padding: the statistics of the present one become global."""
+        """As every module's, except for the `nn.SyncBatchNorm` that `convert_sync_batchnorm` makes of
+        the batch normalisation. It knows no padding: this one stays, with global statistics."""
         if name == "norm" and isinstance(module, nn.SyncBatchNorm):
             self.norm.is_global = True
             return
