@@ -1,8 +1,10 @@
 """What holds for every class of every family, whatever its mechanism."""
 
 import copy
+import inspect
 import io
 import math
+from typing import Unpack, get_type_hints
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from families import (
 )
 from transformers import AutoConfig, AutoModel, Cache, Trainer, TrainingArguments
 from transformers.utils import find_labels
+from transformers.utils.generic import TransformersKwargs
 
 import hf_moa
 from hf_moa.modeling.cct.control import ControlNetwork
@@ -47,6 +50,15 @@ def test_plain_path_is_the_backbone(case):
     if labels:
         actual, expected = model(**inputs, **labels).loss, reference(**inputs, **labels).loss
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+@each_class
+def test_other_arguments_are_typed_as_transformers_types_them(case):
+    """Its tests and tools ask for it."""
+    forward = case.gated.forward
+    shown = inspect.signature(forward).parameters["kwargs"].annotation
+    hints = get_type_hints(inspect.unwrap(forward))
+    assert hints.get("kwargs", shown) == Unpack[TransformersKwargs]
 
 
 @each_class

@@ -8,6 +8,7 @@ from common import VARIANTS
 from families import CASE, main_output
 from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
 from transformers.exporters.utils import decompose_for_generation
+from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 NAMES = ["mha", "mae-1", "moa", "moe", "cct", "cct-plain"]
 CLASSES = [
@@ -112,6 +113,36 @@ def test_steps_of_generation_export_with_their_caches(case, name):
         output = exported[step](**inputs)
         torch.testing.assert_close(main_output(output), expected, atol=1e-4, rtol=1e-5)
         cache = output["past_key_values"]
+
+
+def exported_for_executorch(model, *, strict):
+    sizes = {"batch_size": 1, "max_cache_len": 16}
+    model.generation_config.update(use_cache=True, cache_implementation="static", cache_config=sizes)
+    wrapped = TorchExportableModuleForDecoderOnlyLM(model, **sizes, device="cpu")
+    token, position = torch.tensor([[3]]), torch.tensor([0])
+    return wrapped.export(input_ids=token, cache_position=position, strict=strict)
+
+
+@pytest.mark.parametrize("name", ["mha", "moa"])
+def test_step_of_the_wrapper_for_executorch_equals_the_forward(name):
+    model = CASE["GPT2LMHeadModel"].build(**VARIANTS[name])
+    ids = torch.arange(3, 9).unsqueeze(0)
+    step = exported_for_executorch(model, strict=False).module()
+    with torch.no_grad():
+        expected = model(ids).logits
+        for position in range(ids.shape[1]):
+            place = slice(position, position + 1)
+            found = step(input_ids=ids[:, place], cache_position=torch.tensor([position]))
+            torch.testing.assert_close(found, expected[:, place], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["mae-1", "cct"])
+def test_gates_that_remember_are_refused_by_the_wrapper_for_executorch(name, strict):
+    """Its cache has keys and values only."""
+    model = CASE["GPT2LMHeadModel"].build(**VARIANTS[name])
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="what gates remember"):
+        exported_for_executorch(model, strict=strict)
 
 
 @pytest.mark.slow

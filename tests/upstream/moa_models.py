@@ -46,6 +46,12 @@ INAPPLICABLE = (
         "without MAE there is no mixture.gate.norm, with experts or CCT no wo, without CCT no down",
     ),
     Inapplicable(
+        "test_keep_in_fp32_modules",
+        "gates stand in that list because quantisers leave out what is on it; loaded in float16 they "
+        "are in float16, as transformers' own routers",
+        variants=("mae", "moa", "cct", "moe"),
+    ),
+    Inapplicable(
         "test_training_gradient_checkpointing_use_reentrant_true",
         "refused with a ValueError: the auxiliary losses would lose their gradients",
         variants=("moa", "cct", "moe"),
@@ -61,6 +67,13 @@ INAPPLICABLE = (
         "compares outputs to rounding; a hard gate whose logit is near zero, as those of a model that "
         "was not trained are, falls either way in bfloat16",
         variants=("cct",),
+    ),
+    Inapplicable(
+        "test_eager_matches_sdpa_inference_*_bf16_*",
+        "compares outputs to rounding, which in bfloat16 changes a token's choice of experts where two "
+        "are nearly alike; outputs agree for the sequences whose choices do",
+        suites=("T5", "T5Heads"),
+        variants=("moa",),
     ),
     Inapplicable(
         "test_model_base_model_prefix",

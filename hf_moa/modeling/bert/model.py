@@ -7,7 +7,7 @@ is particular to BERT as a model: embeddings in, masks, cache and heads. Its lay
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
@@ -17,7 +17,7 @@ from transformers.models.bert.modeling_bert import (
     BertPooler,
     BertPreTrainedModel,
 )
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
@@ -80,7 +80,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
     @in_groups_of_budgets
     @merge_with_config_defaults
     @capture_outputs
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -93,7 +93,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         use_cache: bool | None = None,
         budget: float | Tensor | None = None,
         last_layer_token: int | Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoaModelOutput:
         """transformers' BERT arguments, and:
 
@@ -229,7 +229,7 @@ class MoaBertForMaskedLM(MoaBertPreTrainedModel):
 
     @only_gates_learn_in_gate_phase
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -241,7 +241,7 @@ class MoaBertForMaskedLM(MoaBertPreTrainedModel):
         labels: Tensor | None = None,
         budget: float | Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoaMaskedLMOutput:
         """See `MoaBertModel.forward`, and:
 
@@ -343,7 +343,7 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
 
     @only_gates_learn_in_gate_phase
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -352,7 +352,7 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         budget: float | Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoaMultipleChoiceOutput:
         """See `MoaBertModel.forward`, and:
 

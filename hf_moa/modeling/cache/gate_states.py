@@ -353,6 +353,12 @@ def gated_layer(place: CachePlace) -> GatedDynamicLayer | GatedStaticLayer:
     while len(own.layers) <= place.layer_idx and own.layer_class_to_replicate is not None:
         own.layers.append(own.layer_class_to_replicate())
     layer: Any = own.layers[place.layer_idx]
+    if torch.compiler.is_exporting() and type(layer) is StaticLayer and layer.is_initialized:
+        raise ValueError(
+            f"{CACHE_NAME} must hold what gates remember, which transformers' wrappers for ExecuTorch "
+            "do not keep (got one of keys and values). Export generation with "
+            "transformers.exporters' `export_for_generation` instead."
+        )
     if type(layer) in _GATED and is_empty(layer):
         layer = _GATED[type(layer)].in_place_of(layer)
         place.replace(layer)

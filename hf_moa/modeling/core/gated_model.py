@@ -300,7 +300,7 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
             if isinstance(module, GatedModel):
                 module.config._experts_implementation_internal = chosen
 
-    def _requested_gating(self, kwargs: dict[str, Any]) -> dict[str, bool]:
+    def _requested_gating(self, kwargs: Any) -> dict[str, bool]:
         """Which gating outputs to return: `output_<field>` of the call, else of the config."""
         requested = {}
         for name in ("router_logits", "expert_weights", "cct_gates"):

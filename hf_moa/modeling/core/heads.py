@@ -12,11 +12,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from ..cache.naming import takes_cache_by_any_name
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
@@ -87,6 +87,7 @@ def _with_inputs(forward: Callable, head_inputs: tuple[str, ...]) -> Callable:
         for name in head_inputs
     ]
     own = [parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for parameter in own]
+    others = others.replace(name="kwargs", annotation=Unpack[TransformersKwargs])
     positional = [parameter.name for parameter in (*inputs, *own)]
     shown = inspect.Signature([itself, *inputs, *own, others])
     wrapper.__signature__ = shown  # type: ignore[attr-defined]  # for `inspect`

@@ -8,7 +8,7 @@ is particular to GPT-2 as a model: embeddings in, masks, cache and heads. Its la
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..attention.packed import refuse_packed_texts
@@ -105,7 +105,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
     @in_groups_of_budgets
     @merge_with_config_defaults
     @capture_outputs
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Tensor | None = None,
         cache: Cache | None = None,
@@ -119,7 +119,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
         budget: float | Tensor | None = None,
         padding_mask: Tensor | None = None,
         last_layer_token: int | Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoaBaseModelOutput:
         """transformers' GPT-2 arguments, and:
 
@@ -246,7 +246,7 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
     @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Tensor | None = None,
         cache: Cache | None = None,
@@ -261,7 +261,7 @@ class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         budget: float | Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoaCausalLMOutput:
         """See `MoaGPT2Model.forward`, and:
 

@@ -8,13 +8,13 @@ the two stacks that they are made of are in `stacks.py`, the layers in `layers.p
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.t5.modeling_t5 import T5ClassificationHead
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from ..cache.naming import takes_cache_by_any_name
 from ..core.generation import GatedGenerationMixin
@@ -56,7 +56,7 @@ class MoaT5Model(MoaT5EncoderDecoder):
         use_cache: bool | None = None,
         budget: Any = None,
         decoder_padding_mask: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoaSeq2SeqModelOutput:
         """transformers' T5 arguments, and:
 
@@ -113,7 +113,7 @@ class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
     @takes_cache_by_any_name
     @only_gates_learn_in_gate_phase
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -128,7 +128,7 @@ class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
         budget: Any = None,
         decoder_padding_mask: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoaSeq2SeqLMOutput:
         """See `MoaT5Model.forward`, and:
 
@@ -197,7 +197,7 @@ class MoaT5EncoderModel(MoaT5PreTrainedModel):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         budget: float | Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoaBaseModelOutput:
         """transformers' T5EncoderModel arguments, and:
 

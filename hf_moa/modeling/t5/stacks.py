@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.t5.modeling_t5 import T5LayerNorm, T5PreTrainedModel
 from transformers.utils import ModelOutput
-from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.generic import TransformersKwargs, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
@@ -140,7 +140,7 @@ class MoaT5Stack(MoaT5PreTrainedModel):
         budget: Any = None,
         padding_mask: Tensor | None = None,
         loss_config: MoaT5Config | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoaBaseModelOutput:
         """transformers' T5Stack arguments, and:
 
@@ -288,11 +288,11 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
         cache: Cache | None = None,
         use_cache: bool | None = None,
         budget: Any = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoaSeq2SeqModelOutput:
         """Encode, unless `encoder_outputs` are given, and decode."""
         requested = {f"output_{name}": on for name, on in self._requested_gating(kwargs).items()}
-        kwargs |= requested | {"return_dict": True, "loss_config": self.config}
+        shared: dict[str, Any] = {**kwargs, **requested, "return_dict": True, "loss_config": self.config}
         encoded = None  # the budgets that the encoder had
         if encoder_outputs is None:
             tokens = inputs_embeds if input_ids is None else input_ids
@@ -305,7 +305,7 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
                 attention_mask=attention_mask,
                 inputs_embeds=inputs_embeds,
                 budget=encoder_budget,
-                **kwargs,
+                **shared,
             )
         elif not isinstance(encoder_outputs, ModelOutput):
             # hidden states and attentions are tuples; what else may follow is no part of T5's
@@ -321,7 +321,7 @@ class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
             padding_mask=decoder_padding_mask,
             use_cache=use_cache,
             budget=decoder_budget,
-            **kwargs,
+            **shared,
         )
         return MoaSeq2SeqModelOutput(
             last_hidden_state=decoder_outputs.last_hidden_state,
