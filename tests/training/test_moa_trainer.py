@@ -2,6 +2,7 @@
 
 import math
 
+import optuna
 import pytest
 import torch
 from training_runs import (
@@ -195,7 +196,6 @@ def test_model_init_trains_anew(tmp_path):
 
 
 def test_search_goes_on_after_a_trial_that_diverges(tmp_path):
-    optuna = pytest.importorskip("optuna")
     arguments = MoaTrainingArguments(
         str(tmp_path), max_steps=2, max_grad_norm=0.0, use_cpu=True, report_to="none",
         save_strategy="no", eval_strategy="steps", eval_steps=2, disable_tqdm=True,
