@@ -165,10 +165,8 @@ def test_a_layer_is_the_loop_over_tokens_and_experts(interpreted, backbone, monk
     """Through the operators and their gradients."""
     operators = {name: in_float32(function) for name, function in interpreted.OPERATORS.items()}
     monkeypatch.setattr(expert_products, "_computed_by", lambda x: operators)
-    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
-    layer = attention_layer(
-        backbone, attention_type="moa", num_attention_heads=2, num_attention_experts=5, head_dim=12
-    )
+    sizes = {"num_attention_heads": 2, "num_attention_experts": 5, "head_dim": 12}
+    layer = attention_layer(backbone, attention_type="moa", moa_execution="sparse", **sizes)
     x, mask = hidden()
     actual, _ = layer(x, mask)
     expected = moa_attention(layer.core, layer.weights, x, mask)

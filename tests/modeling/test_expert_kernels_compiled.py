@@ -94,13 +94,13 @@ def test_kernels_compile_for_gpus(precision, generation, monkeypatch, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("autocasts", [False, True])
-def test_kernels_on_a_gpu(dtype, autocasts, monkeypatch):
+def test_kernels_on_a_gpu(dtype, autocasts):
     if autocasts and dtype == torch.float32:
         pytest.skip("autocast is to half precision")
-    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
     torch.manual_seed(0)
-    into = expert_linear.ExpertInput(num_experts=16, in_features=256, out_features=64)
-    out_of = expert_linear.ExpertOutput(num_experts=16, in_features=64, out_features=256)
+    shared = {"num_experts": 16, "execution": "sparse"}
+    into = expert_linear.ExpertInput(in_features=256, out_features=64, **shared)
+    out_of = expert_linear.ExpertOutput(in_features=64, out_features=256, **shared)
     x, weight = torch.randn(2, 300, 256), torch.rand(2, 300, 3)
     index = choose(2, 300, experts=16)
     found = []

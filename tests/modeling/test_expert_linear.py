@@ -12,15 +12,12 @@ from hf_moa.modeling.moa import fast_products_cpu as expert_loop
 from hf_moa.modeling.moa import projections as expert_linear
 from hf_moa.modeling.moa.projections import ExpertInput, ExpertOutput
 
-N, K, WIDE, NARROW = 7, 3, 12, 5
+N, K, WIDE, NARROW = 9, 3, 12, 5
 
 
 @pytest.fixture(params=["by expert", "in small pieces", "by slot"])
 def form(request, monkeypatch):
-    """Makes the layers take one of their fast forms, whatever the sizes."""
-    by_expert = request.param != "by slot"
-    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: by_expert)
-    monkeypatch.setattr(expert_linear, "computes_by_slot", lambda *_: not by_expert)
+    """A fast form; those of small sizes are asked for."""
     if request.param == "in small pieces":
         monkeypatch.setattr(expert_loop, "_ROWS", 4)
     return request.param
@@ -38,10 +35,11 @@ def batch_and_length(form):
     return (1, 1) if form == "by slot" else (2, 11)
 
 
-def layers(dtype=torch.float64, bias=True):
+def layers(dtype=torch.float64, form="by expert", bias=True):
     torch.manual_seed(0)
-    into = ExpertInput(num_experts=N, in_features=WIDE, out_features=NARROW, bias=bias)
-    out_of = ExpertOutput(num_experts=N, in_features=NARROW, out_features=WIDE, bias=bias)
+    shared = {"num_experts": N, "bias": bias, "execution": "auto" if form == "by slot" else "sparse"}
+    into = ExpertInput(in_features=WIDE, out_features=NARROW, **shared)
+    out_of = ExpertOutput(in_features=NARROW, out_features=WIDE, **shared)
     for parameter in [*into.parameters(), *out_of.parameters()]:
         torch.nn.init.normal_(parameter)
     return into.to(dtype), out_of.to(dtype)
@@ -49,7 +47,7 @@ def layers(dtype=torch.float64, bias=True):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_input_equals_each_experts_own_product(form, bias):
-    layer, _ = layers(bias=bias)
+    layer, _ = layers(form=form, bias=bias)
     batch, length = batch_and_length(form)
     x, index = torch.randn(batch, length, WIDE, dtype=torch.float64), choose(batch, length)
     expected = torch.einsum("bti,btkoi->btko", x, layer.weight[index])
@@ -60,7 +58,7 @@ def test_input_equals_each_experts_own_product(form, bias):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_output_equals_the_sum_over_the_experts(form, bias):
-    _, layer = layers(bias=bias)
+    _, layer = layers(form=form, bias=bias)
     batch, length = batch_and_length(form)
     index = choose(batch, length)
     x = torch.randn(*index.shape, NARROW, dtype=torch.float64)
@@ -144,8 +142,7 @@ def test_versions_of_the_code_do_not_meet():
     assert expert_products._library_name(others) != name
 
 
-def test_lengths_stay_open_in_a_compiled_graph(monkeypatch):
-    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
+def test_lengths_stay_open_in_a_compiled_graph():
     into, out_of = layers()
     graphs = []
 
@@ -165,9 +162,8 @@ def test_lengths_stay_open_in_a_compiled_graph(monkeypatch):
     assert len(graphs) == 1
 
 
-def test_half_precision_is_rounded_once(monkeypatch):
+def test_half_precision_is_rounded_once():
     """Sums over slots are kept in float32: the error is that of one rounding."""
-    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
     _, exact = layers()
     _, layer = layers(torch.bfloat16)
     exact.load_state_dict(layer.state_dict())
@@ -182,7 +178,7 @@ def test_half_precision_is_rounded_once(monkeypatch):
 
 
 def test_autocast_computes_in_its_dtype(form):
-    into, out_of = layers(torch.float32)
+    into, out_of = layers(torch.float32, form)
     batch, length = batch_and_length(form)
     index = choose(batch, length)
     x = torch.randn(batch, length, WIDE)
@@ -215,7 +211,7 @@ def test_form_is_chosen_by_size(tokens, experts, selected, dtype, by_expert):
     assert not expert_linear.computes_by_expert(index.to("meta"), weight.to("meta"))
 
 
-def test_one_token_is_computed_by_slot_in_inference_alone():
+def test_one_token_is_computed_by_slot_in_inference_only():
     index = torch.zeros(1, 1, 8, dtype=torch.long)
     weight = torch.empty(64, 64, 512)
     assert not expert_linear.computes_by_slot(index, weight)
@@ -243,7 +239,7 @@ def test_forward_mode_is_dense():
     assert expert_linear.computes_by_expert(index, weight)
 
 
-def test_transforms_may_map_over_the_choice_alone():
+def test_transforms_may_map_over_only_the_choice():
     _, out_of = layers()
     index = torch.stack([choose(2, 5), choose(2, 5, seed=1)])
     x, scale = torch.randn(2, 5, K, NARROW).double(), torch.rand(2, 5, K).double()
@@ -252,9 +248,8 @@ def test_transforms_may_map_over_the_choice_alone():
 
 
 @pytest.mark.slow
-def test_matrices_of_any_layout_have_gradients_in_compiled_graphs(monkeypatch):
+def test_matrices_of_any_layout_have_gradients_in_compiled_graphs():
     """The graph relies on the layout that an operator's gradients are said to have."""
-    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
     index, scale, grads = choose(2, 11), torch.rand(2, 11, K), []
     into, out_of = layers(torch.float32)
     for layer in (into, out_of):
@@ -283,8 +278,7 @@ def test_graph_that_does_not_know_how_many_tokens_there_are_is_dense():
 
 
 @pytest.mark.slow
-def test_compiles_to_one_graph(monkeypatch):
-    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
+def test_compiles_to_one_graph():
     into, out_of = layers(torch.float32)
     index = choose(2, 11)
 

@@ -10,7 +10,6 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_moa.modeling.cache.gate_states import GatedDynamicLayer, GatedStaticLayer
 from hf_moa.modeling.cct.compact_cache import CompactLayer
-from hf_moa.modeling.cct.control import ControlNetwork
 from hf_moa.modeling.cct.skipped_keys import (
     KeptKeys,
     attend_to_kept_keys,
@@ -197,15 +196,12 @@ def test_generation_starts_small_and_stays_so(execution, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_all_skipped_and_none(value, monkeypatch):
-    monkeypatch.setattr(
-        ControlNetwork,
-        "forward",
-        lambda self, x, budget=None: x.new_full((*x.shape[:-1], self.out.out_features), value),
-    )
-    ids = tokens()
-    expected, _ = decode(build("dense"), ids, [12])
-    actual, cache = decode(build(), ids, [4, 1, 1, 6])
+def test_all_skipped_and_none(value):
+    dense, sparse, ids = build("dense"), build(), tokens()
+    for model in (dense, sparse):
+        model.set_cct_gates(value)
+    expected, _ = decode(dense, ids, [12])
+    actual, cache = decode(sparse, ids, [4, 1, 1, 6])
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
     assert (cache.layers[0].positions >= 0).sum() == value * ids.numel()
 
@@ -490,7 +486,7 @@ def test_holds_little_room():
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_inference_caches_take_gradients_outside(closed, monkeypatch):
+def test_inference_caches_take_gradients_outside(closed):
     model, ids, cache = build(), tokens(), DynamicCache()
     with torch.inference_mode():
         model(ids[:, :5], past_key_values=cache)
