@@ -438,7 +438,7 @@ MODELS = (
     Mutant(
         "model-left-padding",
         "gates are not told of padding in front of a sequence",
-        "modeling/core/padding.py",
+        "modeling/core/masks.py",
         {"not is_traced(mask) and mask.all()": "not is_traced(mask) and mask[:, -1].all()"},
         ("modeling/test_generation.py", "modeling/test_decoding.py"),
         "padded and gpt2",

@@ -11,7 +11,6 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.models.bert.modeling_bert import (
     BertOnlyMLMHead,
     BertPooler,
@@ -24,9 +23,9 @@ from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
 from ..core.budget_groups import in_groups_of_budgets
 from ..core.gated_model import GatedModel
 from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
+from ..core.masks import cross_masks, padding_mask_of, self_mask
 from ..core.one_token import OneToken, may_compute_one_token
 from ..core.outputs import MoaMaskedLMOutput, MoaModelOutput, MoaMultipleChoiceOutput
-from ..core.padding import padding_mask_of
 from ..core.task_losses import labelled_only, token_loss, token_share
 from ..core.totals import Call, gating_totals
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
@@ -134,20 +133,17 @@ class MoaBertModel(MoaBertPreTrainedModel):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
         )
+        cross_mask, encoder_padding_mask = cross_masks(
+            self.config, hidden_states, encoder_hidden_states, encoder_attention_mask
+        )
         hidden_states, records = self.encoder(
             hidden_states,
-            self._self_mask(hidden_states, attention_mask, cache),
+            self_mask(self.config, hidden_states, attention_mask, cache),
             encoder_hidden_states,  # positional, for reentrant gradient checkpointing
-            encoder_attention_mask=self._cross_mask(
-                hidden_states, encoder_hidden_states, encoder_attention_mask
-            ),
+            encoder_attention_mask=cross_mask,
             **{CACHE_NAME: cache},  # as gradient checkpointing looks for it
             padding_mask=padding_mask_of(attention_mask, tokens.shape[1], past_length),
-            encoder_padding_mask=(
-                None
-                if encoder_hidden_states is None
-                else padding_mask_of(encoder_attention_mask, encoder_hidden_states.shape[1])
-            ),
+            encoder_padding_mask=encoder_padding_mask,
             budget=choice,
             token=token,
             **kwargs,
@@ -185,25 +181,6 @@ class MoaBertModel(MoaBertPreTrainedModel):
                 f"{length}). Truncate it in the tokenizer: truncation=True, max_length={limit}."
             )
         return self.embeddings.position_ids[:, past:length]
-
-    def _self_mask(self, hidden_states: Tensor, mask: Tensor | None, cache: Cache | None) -> Any:
-        if self.config.is_decoder:
-            return create_causal_mask(self.config, hidden_states, mask, cache)
-        return create_bidirectional_mask(
-            config=self.config, inputs_embeds=hidden_states, attention_mask=mask
-        )
-
-    def _cross_mask(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None, mask: Tensor | None
-    ) -> Any:
-        if mask is None or encoder_hidden_states is None:
-            return None
-        return create_bidirectional_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=mask,
-            encoder_hidden_states=encoder_hidden_states,
-        )
 
 
 class MoaBertForMaskedLM(MoaBertPreTrainedModel):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
@@ -29,13 +29,13 @@ from ..core.gated_model import GatedModel
 from ..core.generation import GatedGenerationMixin
 from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
 from ..core.initialization import InitScales
+from ..core.masks import cross_masks, padding_mask_of
 from ..core.one_token import OneToken, of_token
 from ..core.outputs import (
     MoaBaseModelOutput,
     MoaCausalLMOutput,
     MoaSequenceClassifierOutputWithPast,
 )
-from ..core.padding import padding_mask_of
 from ..core.task_losses import next_token_labels, token_loss, token_share
 from ..core.totals import Call, gating_totals
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
@@ -169,18 +169,9 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
             hidden_states = hidden_states + budgets.embedding
         hidden_states = self.drop(hidden_states)
         causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache, position_ids)
-        cross_mask: Any = encoder_attention_mask
-        encoder_padding_mask = None
-        if encoder_hidden_states is not None:
-            encoder_padding_mask = padding_mask_of(
-                encoder_attention_mask, encoder_hidden_states.shape[1]
-            )
-            cross_mask = create_bidirectional_mask(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=encoder_attention_mask,
-                encoder_hidden_states=encoder_hidden_states,
-            )
+        cross_mask, encoder_padding_mask = cross_masks(
+            self.config, inputs_embeds, encoder_hidden_states, encoder_attention_mask
+        )
         records = []
         blocks = layers_at(self.h, budgets)
         for block in blocks:

@@ -19,6 +19,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from ..cache.naming import takes_cache_by_any_name
 from ..core.generation import GatedGenerationMixin
 from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
+from ..core.masks import padding_mask_of
 from ..core.outputs import (
     MoaBaseModelOutput,
     MoaSeq2SeqLMOutput,
@@ -26,7 +27,6 @@ from ..core.outputs import (
     MoaSeq2SeqQuestionAnsweringOutput,
     MoaSeq2SeqSequenceClassifierOutput,
 )
-from ..core.padding import padding_mask_of
 from ..core.task_losses import token_loss, token_share, up_to_last_label
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
 from .configuration import MoaT5Config

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.t5.modeling_t5 import T5LayerNorm, T5PreTrainedModel
 from transformers.utils import ModelOutput
@@ -24,8 +23,8 @@ from ..core.budget_groups import in_groups_of_budgets
 from ..core.budgets import layers_at
 from ..core.gated_model import GatedModel
 from ..core.initialization import InitScales
+from ..core.masks import cross_masks, padding_mask_of, self_mask
 from ..core.outputs import MoaBaseModelOutput, MoaSeq2SeqModelOutput, merge_gating
-from ..core.padding import padding_mask_of
 from ..core.slots import GATINGS
 from ..core.totals import Call, gating_totals
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
@@ -174,23 +173,16 @@ class MoaT5Stack(MoaT5PreTrainedModel):
         if budgets is not None and budgets.embedding is not None:
             hidden_states = hidden_states + budgets.embedding
         hidden_states = self.dropout(hidden_states)
-        cross_mask = encoder_padding_mask = None
-        if self.config.is_decoder and encoder_hidden_states is not None:
-            cross_mask = create_bidirectional_mask(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=encoder_attention_mask,
-                encoder_hidden_states=encoder_hidden_states,
-            )
-            encoder_padding_mask = padding_mask_of(
-                encoder_attention_mask, encoder_hidden_states.shape[1]
-            )
-        self_mask = self._self_mask(inputs_embeds, attention_mask, cache)
+        source = encoder_hidden_states if self.config.is_decoder else None
+        cross_mask, encoder_padding_mask = cross_masks(
+            self.config, inputs_embeds, source, encoder_attention_mask
+        )
+        seen = self_mask(self.config, inputs_embeds, attention_mask, cache)
         position_bias, records = None, []
         for block in layers_at(self.block, budgets):
             hidden_states, record, position_bias = block(
                 hidden_states,
-                self_mask,
+                seen,
                 position_bias,  # positional, with the next: for reentrant gradient checkpointing
                 encoder_hidden_states,
                 encoder_attention_mask=cross_mask,
@@ -222,15 +214,6 @@ class MoaT5Stack(MoaT5PreTrainedModel):
         if not self.config.is_encoder_decoder:
             return cache
         return EncoderDecoderCache(cache, DynamicCache(config=self.config))
-
-    def _self_mask(self, inputs_embeds: Tensor, mask: Tensor | None, cache: Cache | None) -> Any:
-        if not self.config.is_decoder:
-            return create_bidirectional_mask(
-                config=self.config, inputs_embeds=inputs_embeds, attention_mask=mask
-            )
-        if isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
-        return create_causal_mask(self.config, inputs_embeds, mask, cache)
 
 
 class MoaT5EncoderDecoder(MoaT5PreTrainedModel):
