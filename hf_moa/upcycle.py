@@ -18,7 +18,6 @@ from transformers.utils import logging
 from .families import TASKS, Family, family_of
 from .gated_models import is_instance_by_name, mechanisms_in
 from .importance import Importance
-from .modeling.cct.upcycling import default_fields
 from .modeling.config.gating import GatingConfig
 from .modeling.core.mechanism import MECHANISMS, field_names
 from .pretrained_weights import convert
@@ -56,11 +55,12 @@ def upcycle(
       of its heads and neurons does. **Those need training**, and `importance` first.
     - `ffn_type="moe"`: what the source computes; every expert starts as a copy of its feed-forward
       layer (Komatsuzaki et al. 2023, "Sparse Upcycling").
-    - `attention_type="moa"`: something else. **It needs further training.** Expert i starts from
-      head `i % h` (its Wq, its Wo times k, since MoA's weights sum to 1, and in T5 its position
-      bias), and the one key and value projection is the mean over the source's heads. k is the
-      source's number of heads, N is 2k unless `num_attention_experts` says otherwise, and routers
-      start random.
+    - `attention_type="moa"`: what the source computes. Every head keeps its keys and values, and starts
+      N/k experts (Wq, Wo times k, since MoA's weights sum to 1, and in T5 its position bias), of which
+      a token uses one; routers start at zero, so that all weights are 1/k. k is the source's number of
+      heads, N is 2k unless `num_attention_experts` says otherwise. With fewer heads of keys and values
+      (`num_key_value_heads=1` is the paper's) it is something else, which **needs further training**:
+      one of them is the mean over a group of the source's, and routers start random.
 
     Args:
         model_or_path: a BERT, GPT-2 or T5 model (or a gated model with plain multi-head attention
@@ -205,7 +205,7 @@ def _target_config(
     source: PreTrainedConfig, attention_type: str, config_fields: dict[str, Any]
 ) -> GatedPreTrainedConfig:
     family = family_of(source)
-    allowed = {*field_names(), *family.extra_fields}
+    allowed = {*field_names(), *family.extra_fields, "num_key_value_heads"}
     unknown = sorted(set(config_fields) - allowed)
     if unknown:
         raise ValueError(
@@ -224,10 +224,9 @@ def _target_config(
     names = family.config_class.attribute_map
     head_dim = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
     chosen = {"attention_type": attention_type} | config_fields
-    if chosen.get("cct_budgets") is not None:
-        chosen = default_fields(chosen) | chosen
-    if attention_type == "moa":  # whose number of active heads is free
-        chosen.setdefault("head_dim", head_dim)
+    for mechanism in MECHANISMS.values():
+        if hasattr(part := mechanism.part("upcycling"), "default_fields"):
+            chosen = part.default_fields(chosen, source) | chosen
     config = family.config_class(
         **inherited | {names.get(name, name): value for name, value in chosen.items()}
     )
@@ -283,6 +282,9 @@ def build(
             f"{new}, unexpected {list(report['unexpected_keys'])}, of other shape "
             f"{list(report['mismatched_keys'])}."
         )
+    for mechanism in mechanisms_in(config):
+        if hasattr(part := mechanism.part("upcycling"), "start_gates"):
+            part.start_gates(model)
     model.config.name_or_path = source.name_or_path  # where the weights came from, for a model card
     model.name_or_path = ""  # but no adapter of this model could be loaded onto that
     if source.can_generate():

@@ -270,9 +270,9 @@ def test_tied_embeddings_stay_tied():
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_moa_starts_from_the_heads():
+def test_moa_that_shares_keys_starts_from_the_heads():
     source = source_of()
-    model = upcycle(source, "moa")
+    model = upcycle(source, "moa", num_key_value_heads=1)
     config = model.config
     assert (config.num_attention_heads, config.num_attention_experts, config.head_dim) == (4, 8, 8)
     for plain, gated in zip(source.bert.encoder.layer, model.bert.encoder.layer, strict=True):
@@ -316,7 +316,7 @@ def test_moa_of_equal_heads_and_an_even_router_computes_what_the_source_does(nam
     case = CASE[name]
     source = case.build_plain().double()
     share_keys_and_values(source)
-    model = upcycle(source, "moa", num_attention_experts=4)
+    model = upcycle(source, "moa", num_attention_experts=4, num_key_value_heads=1)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, TopKRouter):
@@ -324,6 +324,48 @@ def test_moa_of_equal_heads_and_an_even_router_computes_what_the_source_does(nam
     inputs = case.inputs()
     expected = main_output(source(**inputs))
     torch.testing.assert_close(main_output(model(**inputs)), expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("experts", [4, None, 12], ids=str)
+@pytest.mark.parametrize(
+    "name", ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "T5EncoderModel"]
+)
+def test_moa_that_keeps_the_keys_computes_what_the_source_does(name, experts):
+    """And its heads learn what the source's would: a head's gradient is its experts' together."""
+    case = CASE[name]
+    source = case.build_plain().double()
+    model = upcycle(source, "moa", num_attention_experts=experts)
+    assert model.config.num_key_value_heads == model.config.num_attention_heads == 4
+    assert model.config.num_attention_experts == (experts or 8)
+    inputs = case.inputs()
+    expected, actual = (main_output(each(**inputs)) for each in (source, model))
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+    for output in (expected, actual):
+        output.square().sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    for name, parameter in source.named_parameters():
+        if found[name].shape == parameter.shape:
+            torch.testing.assert_close(found[name], parameter.grad, atol=1e-9, rtol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "groups"),
+    [
+        ({"num_attention_heads": 2}, 2),
+        ({"num_attention_experts": 6}, 2),
+        ({"num_attention_heads": 3}, 1),
+        ({"router_type": "noisy_topk"}, 1),
+    ],
+)
+def test_moa_keeps_as_many_heads_of_keys_as_fit(fields, groups):
+    source = source_of()
+    model = upcycle(source, "moa", **fields)
+    assert model.config.num_key_value_heads == groups
+    key = model.bert.encoder.layer[0].attention.self.key.weight
+    own = source.bert.encoder.layer[0].attention.self.key.weight.unflatten(0, (groups, -1, 8))
+    torch.testing.assert_close(key, own.mean(dim=1).flatten(0, 1))
+    with pytest.raises(ValueError, match="moa_key_value_heads must divide the 4 heads of the source"):
+        upcycle(source, "moa", num_attention_heads=3, num_key_value_heads=3)
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
@@ -343,7 +385,7 @@ def test_gpt2_with_cross_attention_becomes_moa():
     model = upcycle(source, "moa")
     attention = model.transformer.h[0].crossattention
     expected = source.transformer.h[0].crossattention.q_attn.weight.T.unflatten(0, (4, 8))
-    assert torch.equal(attention.q_attn.weight[:4], expected)
+    assert torch.equal(attention.q_attn.weight[::2], expected)
     assert model(**case.inputs(), **encoder).logits.shape == (3, 9, 67)
 
 
@@ -490,7 +532,8 @@ def test_the_source_is_remembered_but_is_no_base_of_adapters(tmp_path):
 
 def test_moa_of_other_active_heads_takes_the_sources_head_size():
     source = source_of()
-    model = upcycle(source, "moa", num_attention_heads=2, num_attention_experts=6)
+    sizes = {"num_attention_heads": 2, "num_attention_experts": 6, "num_key_value_heads": 1}
+    model = upcycle(source, "moa", **sizes)
     head_dim = source.config.hidden_size // source.config.num_attention_heads
     assert (model.config.num_attention_heads, model.config.head_dim) == (2, head_dim)
     layer = model.base_model.encoder.layer[0].attention

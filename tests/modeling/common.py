@@ -42,7 +42,12 @@ VARIANTS = {
     },
     "mae-cct": {"attention_type": "mae", "cct_budgets": [1, 0.5]},
     "mae-nested": {"attention_type": "mae", "nested_budgets": [1, 0.5]},
-    "moa-moe-cct": {"attention_type": "moa", "ffn_type": "moe", "cct_budgets": [1, 1, 0.5]},
+    "moa-moe-cct": {
+        "attention_type": "moa",
+        "moa_key_value_heads": 2,
+        "ffn_type": "moe",
+        "cct_budgets": [1, 1, 0.5],
+    },
     "mae-pre-norm": {"attention_type": "mae", "pre_norm": True},
 }
 

@@ -211,23 +211,29 @@ def mae_attention(core, weights, x, padding_mask, source=None, source_mask=None)
 
 
 def moa_attention(core, weights, x, padding_mask):
-    """Zhang et al. 2022: a loop over tokens and experts, of a `AttentionFlow`."""
-    router, w = core.mixture.router, weights
+    """Zhang et al. 2022: a loop over tokens and experts, of a `AttentionFlow`; experts in as many groups
+    as there are heads of keys and values."""
+    router, w, groups = core.mixture.router, weights, len(weights.key)
+    size = core.mixture.num_experts // groups
     bias = w.position_bias(x.shape[1], x.shape[1], core.config)
     rows = []
     for b in range(x.shape[0]):
-        key = x[b] @ w.key[0].T + w.key_bias[0]
-        value = x[b] @ w.value[0].T + w.value_bias[0]
+        keys = [x[b] @ w.key[g].T + w.key_bias[g] for g in range(groups)]
+        values = [x[b] @ w.value[g].T + w.value_bias[g] for g in range(groups)]
         seen = visibility(len(x[b]), len(x[b]), padding_mask[b], core.is_causal)
         for t in range(x.shape[1]):
             logits = router.gate.weight @ x[b, t]
             p = torch.exp(logits) / torch.exp(logits).sum()
-            chosen = sorted(range(len(p)), key=lambda i: -p[i].item())[: router.num_selected]
+            chosen = []
+            for g in range(groups):
+                best = sorted(range(g * size, (g + 1) * size), key=lambda i: -p[i].item())
+                chosen += best[: router.num_selected // groups]
             normalizer = sum(p[i] for i in chosen).detach()
             y = w.output_bias
             for i in chosen:
                 q = (w.query[i] @ x[b, t] + w.query_bias[i])[None]
                 own = bias[i, t : t + 1]
+                key, value = keys[i // size], values[i // size]
                 context = attend(q, key, value, seen[t : t + 1], w.scaling, own)[0]
                 y = y + p[i] / normalizer * (context @ w.output[i])
             rows.append(y)

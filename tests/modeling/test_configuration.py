@@ -219,7 +219,7 @@ FAMILY_BAD = [
     (BERT, {"classifier_dropout": 2.0}, "classifier_dropout", "2.0"),
     (BERT, {"chunk_size_feed_forward": -1}, "chunk_size_feed_forward", "-1"),
     (GPT2, {"num_key_value_heads": 2}, "num_key_value_heads", "2"),
-    (T5, {"attention_type": "moa", "num_key_value_heads": 4}, "num_key_value_heads", "4"),
+    (T5, {"attention_type": "moa", "num_key_value_heads": 3}, "moa_key_value_heads", "3"),
 ]
 ALL_BAD = [(family, *row) for family in (GPT2, T5) for row in SHARED_BAD] + FAMILY_BAD
 
@@ -279,7 +279,10 @@ def test_bad_sizes_dropouts_and_scales_of_the_backbone_are_errors(family):
 
 @each_family
 def test_heads_of_keys_follow_from_the_attention(family):
-    assert family.config(attention_type="moa", num_key_value_heads=1).num_key_value_heads == 1
+    for heads in (1, 2):
+        config = family.config(attention_type="moa", num_key_value_heads=heads)
+        assert config.num_key_value_heads == config.moa_key_value_heads == heads
+        assert type(config).from_dict(config.to_dict()).num_key_value_heads == heads
     plain = family.config(num_key_value_heads=4)
     assert not hasattr(plain, "num_key_value_heads")
     assert "num_key_value_heads" not in plain.to_dict()

@@ -36,6 +36,21 @@ def test_equals_the_loop_over_tokens_and_experts(backbone, heads, experts, head_
     assert_same_with_gradients(actual[mask], expected[mask], [x, *layer.parameters()])
 
 
+@pytest.mark.parametrize(
+    ("heads", "experts", "groups"),
+    [(4, 8, 2), (4, 4, 4), (3, 9, 3), (6, 6, 2)],
+    ids=lambda value: str(value),
+)
+@each_backbone
+def test_experts_in_groups_equal_the_loop_over_tokens_and_experts(backbone, heads, experts, groups):
+    layer = moa_layer(backbone, heads=heads, experts=experts, moa_key_value_heads=groups)
+    assert len(layer.weights.key) == groups
+    x, mask = hidden()
+    actual, _ = layer(x, mask)
+    expected = moa_attention(layer.core, layer.weights, x, mask)
+    assert_same_with_gradients(actual[mask], expected[mask], [x, *layer.parameters()])
+
+
 @pytest.mark.parametrize("backbone", ["bert", "gpt2", "t5"])
 def test_new_experts_together_have_the_scale_of_heads(backbone):
     """Weights sum to 1, so experts initialised as heads are would start at 1/k of it."""

@@ -7,7 +7,7 @@ from typing import Any
 from .mechanism import has_full_budget
 
 
-def default_fields(given: dict[str, Any]) -> dict[str, Any]:
+def default_fields(given: dict[str, Any], source: Any) -> dict[str, Any]:
     """Fields with which a pretrained model, finetuned shortly, keeps to its budgets and loses least.
 
     Gates of a pretrained model start open, far from deciding. A budget reaches them by a bias, not by
@@ -15,8 +15,14 @@ def default_fields(given: dict[str, Any]) -> dict[str, Any]:
     noise is small; and a budget of 1 is the pretrained model itself, which is finetuned beside.
 
     Args:
-        given: the fields that are asked for, `cct_budgets` among them.
+        given: the fields that are asked for.
+        source: the configuration of the pretrained model.
+
+    Returns:
+        An empty dict where no `cct_budgets` are asked for.
     """
+    if given.get("cct_budgets") is None:
+        return {}
     has_bias = given.get("cct_budget_bias", True)
     return {
         "cct_sublayer_norm": False,

@@ -132,6 +132,8 @@ class GatingConfig(
         # Read from the directory of a plain backbone, a config must not keep that one's type.
         kwargs.pop("model_type", None)
         key_value_heads = kwargs.pop("num_key_value_heads", None)
+        if key_value_heads is not None and self.attention_type == "moa":
+            self.moa_key_value_heads = key_value_heads
         for mechanism in MECHANISMS.values():
             for name, default in mechanism.defaults.items():
                 if not hasattr(type(self), name):  # of a mechanism that came later
@@ -139,11 +141,10 @@ class GatingConfig(
         refuse_misspelled(type(self).__name__, kwargs)
         super().__post_init__(**kwargs)
         self.validate_gating()
-        expected = 1 if self.attention_type == "moa" else self.num_attention_heads
-        if key_value_heads not in (None, expected):
+        if self.attention_type != "moa" and key_value_heads not in (None, self.num_attention_heads):
             raise ValueError(
-                f"{type(self).__name__}.num_key_value_heads is {expected} with attention_type="
-                f"{self.attention_type!r} and cannot be chosen (got {key_value_heads!r}); leave it out."
+                f"{type(self).__name__}.num_key_value_heads is num_attention_heads="
+                f"{self.num_attention_heads} without MoA (got {key_value_heads!r}); leave it out."
             )
         try:
             self.validate()  # the backbone's own rules
@@ -260,11 +261,15 @@ class GatingConfig(
 
     @property
     def num_key_value_heads(self) -> int:
-        """Heads of keys and values, for those who make caches. Only of MoA, whose experts share one:
-        where there is no such field, transformers takes as many as there are of queries."""
+        """`moa_key_value_heads`, for those who make caches. Only of MoA, whose experts share them: where
+        there is no such field, transformers takes as many as there are of queries."""
         if self.attention_type != "moa":
             raise AttributeError(f"{type(self).__name__} has no num_key_value_heads without MoA.")
-        return 1
+        return self.moa_key_value_heads
+
+    @num_key_value_heads.setter
+    def num_key_value_heads(self, value: int) -> None:
+        self.moa_key_value_heads = value
 
     def __getattr__(self, name: str) -> Any:
         """What is not there. Of `num_experts` and `num_experts_per_tok` others compute Mixtral's loss of

@@ -22,19 +22,34 @@ class MoaFields:
             How the experts' projections are computed: `"sparse"` computes only the chosen experts,
             `"dense"` computes all and selects, `"auto"` takes the faster one, as measured. All compute
             the same function. (Exported graphs, and transforms of `torch.func`, are always dense.)
+        moa_key_value_heads (`int`, defaults to 1):
+            Heads of keys and values, g; also called `num_key_value_heads`. 1 is the paper's. With more,
+            the experts stand in g groups, each with a head of its own: of the N/g experts of a group, a
+            token uses k/g. It divides k and N, and needs `router_type="topk"`.
     """
 
     num_attention_experts: int | None = None
     moa_execution: str = "auto"
+    moa_key_value_heads: int = 1
 
 
 def _check_moa(config: Any) -> None:
     check_int(config, "num_attention_experts", minimum=1, optional=True)
     check_choice(config, "moa_execution", MOA_EXECUTIONS)
-    heads, experts = config.num_attention_heads, config.num_attention_experts
-    if MOA.is_on(config) and experts is not None and experts < heads:
+    check_int(config, "moa_key_value_heads", minimum=1)
+    if not MOA.is_on(config):
+        return
+    heads, experts = config.num_attention_heads, config.attention_experts
+    groups = config.moa_key_value_heads
+    if experts < heads:
         rule = f"must be at least num_attention_heads={heads}, the heads active per token"
         fail(config, "num_attention_experts", rule)
+    if heads % groups or experts % groups:
+        rule = f"must divide num_attention_heads={heads} and num_attention_experts={experts}"
+        fail(config, "moa_key_value_heads", rule)
+    if groups > 1 and config.router_type != "topk":
+        rule = f"must be 1 with router_type={config.router_type!r}, whose load is of one group"
+        fail(config, "moa_key_value_heads", rule)
 
 
 MOA = Mechanism(
@@ -44,7 +59,7 @@ MOA = Mechanism(
     attention_type="moa",
     is_on=lambda config: config.attention_type == "moa",
     check=_check_moa,
-    shape_fields=("num_attention_experts",),
+    shape_fields=("num_attention_experts", "moa_key_value_heads"),
     has_auxiliary_losses=True,
     code=("moa/mixture.py",),
     package=__package__,

@@ -5,6 +5,9 @@ Each expert i has its own query and output projection; all share one key and one
 
     y_t = sum_{i in G(t)} w_i softmax(x_t Wq_i K^T / sqrt(dh)) V Wo_i
 
+(With g heads of keys and values, the experts stand in g groups, of which each shares one; a token uses
+k/g experts of each. With as many groups as experts, N = k, and even weights it is multi-head attention.)
+
 The router decides G and w (`routing/routers.py`); the projections are `ExpertInput` and `ExpertOutput`.
 The weights w sum to 1, so a new model's Wo start k times as large as the backbone's: k experts together
 then have the scale of k heads. (The paper does not say how they start. Started at the backbone's scale,
@@ -32,6 +35,7 @@ class MixtureOfAttentionExperts(MultiHead):
         hidden_size: d.
         num_experts, num_selected: N and k.
         head_dim: dh.
+        num_kv_heads: g, a divisor of both.
         router_type: "topk" or "noisy_topk".
         execution: of the projections, "auto", "sparse" or "dense".
     """
@@ -43,17 +47,20 @@ class MixtureOfAttentionExperts(MultiHead):
         num_experts: int,
         num_selected: int,
         head_dim: int,
+        num_kv_heads: int = 1,
         router_type: str = "topk",
         execution: str = "auto",
     ):
         super().__init__(num_heads=num_selected, head_dim=head_dim)
         self.moa_execution = execution
         self.num_experts = num_experts
+        self.num_kv_heads = num_kv_heads
         self.router = ROUTERS[router_type](
             hidden_size=hidden_size,
             num_experts=num_experts,
             num_selected=num_selected,
             detach_normalizer=True,
+            **({"num_groups": num_kv_heads} if num_kv_heads > 1 else {}),
         )
 
     @classmethod
@@ -65,11 +72,11 @@ class MixtureOfAttentionExperts(MultiHead):
             num_experts=config.attention_experts,
             num_selected=num_heads,
             head_dim=head_dim,
+            num_kv_heads=config.moa_key_value_heads,
             router_type=config.router_type,
             execution=config.moa_execution,
         )
 
-    num_kv_heads = 1
     has_plain_projections = False
     has_joint_context = False
 

@@ -4,29 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hf_moa.modeling.core.fields import fail
 from hf_moa.pretrained_weights import AttentionWeights
+
+from .mixture import MixtureOfAttentionExperts
+
+
+def default_fields(given: dict[str, Any], source: Any) -> dict[str, Any]:
+    """As many heads of keys and values as keep the source's, and its size of heads.
+
+    Args:
+        given: the fields that are asked for.
+        source: the configuration of the pretrained model.
+
+    Returns:
+        An empty dict where no MoA is asked for.
+    """
+    if given["attention_type"] != "moa":
+        return {}
+    heads = source.num_attention_heads
+    selected = given.get("num_attention_heads", heads)
+    experts = given.get("num_attention_experts") or 2 * selected
+    fields = {"head_dim": getattr(source, "head_dim", None) or source.hidden_size // heads}
+    if "num_key_value_heads" not in given and given.get("router_type", "topk") == "topk":
+        fields["moa_key_value_heads"] = gcd(heads, selected, experts)
+    return fields
 
 
 def convert_attention(weights: AttentionWeights, config: Any) -> AttentionWeights:
-    """Expert i starts from head `i % h`; the one head of keys and values is the mean of the source's.
+    """The heads of the source stand in as many groups as there are to be heads of keys and values: one
+    of these is the mean of a group's, and the experts of a group start from its heads in turn.
 
     The experts' output projections are k times as large: the weights of the k active ones sum to 1, not
     to k.
     """
-    heads = weights.num_heads
-    experts = [i % heads for i in range(config.attention_experts)]
+    heads, groups = weights.num_heads, config.moa_key_value_heads
+    if heads % groups:
+        fail(config, "moa_key_value_heads", f"must divide the {heads} heads of the source")
+    size = heads // groups
+    in_turn = range(config.attention_experts // groups)
+    experts = [group * size + i % size for group in range(groups) for i in in_turn]
 
     def of_experts(tensor: Tensor) -> Tensor:
         """`[h * dh, ...]` -> `[N, dh, ...]`."""
         return tensor.unflatten(0, (heads, -1))[experts]
 
     def mean(tensor: Tensor) -> Tensor:
-        """`[h * dh, ...]` -> `[dh, ...]`."""
-        return tensor.unflatten(0, (heads, -1)).mean(dim=0)
+        """`[h * dh, ...]` -> `[g * dh, ...]`."""
+        return tensor.unflatten(0, (groups, size, -1)).mean(dim=1).flatten(0, 1)
 
     def of_bias(change: Callable[[Tensor], Tensor], bias: Tensor | None) -> Tensor | None:
         return None if bias is None else change(bias)
@@ -43,3 +74,10 @@ def convert_attention(weights: AttentionWeights, config: Any) -> AttentionWeight
         output=(of_experts(weights.output) * config.num_attention_heads).contiguous(),
         position_bias=None if position_bias is None else position_bias[:, experts],
     )
+
+
+def start_gates(model: PreTrainedModel) -> None:
+    """Routers at zero where every active head has keys of its own: even weights make it the source."""
+    for module in model.modules():
+        if isinstance(module, MixtureOfAttentionExperts) and module.num_kv_heads == module.num_heads:
+            nn.init.zeros_(module.router.gate.weight)

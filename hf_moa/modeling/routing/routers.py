@@ -35,7 +35,7 @@ class Routing(NamedTuple):
     """What a router decided for every token; or several of the same sizes, stacked in front.
 
     Attributes:
-        index: `[B, T, k]` int64, the chosen experts, best first.
+        index: `[B, T, k]` int64, the chosen experts, best first; of several groups, one after the other.
         weight: `[B, T, k]`, their weights, which sum to 1 over k.
         logits: `[B, T, N]`, the logits that were ranked (with noise where it was drawn).
         mask: `[B, T]` bool, real tokens; None for all.
@@ -105,6 +105,8 @@ class TopKRouter(nn.Module):
         num_selected: k, at most N.
         detach_normalizer: keep the gradient of the weights' normaliser out, as MoA does. `False`
             is a softmax over the kept logits (Shazeer et al. 2017, eq. 3).
+        num_groups: the experts stand in as many groups, one after the other, and the best k / num_groups
+            of each are kept.
 
     Attributes:
         balances_globally: in training, the balance loss takes the load over all processes.
@@ -116,11 +118,18 @@ class TopKRouter(nn.Module):
     neutral_layers = ()
 
     def __init__(
-        self, *, hidden_size: int, num_experts: int, num_selected: int, detach_normalizer: bool
+        self,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        num_selected: int,
+        detach_normalizer: bool,
+        num_groups: int = 1,
     ):
         super().__init__()
         self.num_experts = num_experts
         self.num_selected = num_selected
+        self.num_groups = num_groups
         self.detach_normalizer = detach_normalizer
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
         self.balances_globally = False
@@ -131,8 +140,7 @@ class TopKRouter(nn.Module):
 
     def select(self, logits: Tensor, padding_mask: Tensor | None, noise: Noise | None = None) -> Routing:
         """Keep the k best of `logits` `[B, T, N]`."""
-        probabilities = logits.softmax(dim=-1)
-        top, index = probabilities.topk(self.num_selected, dim=-1)
+        top, index = self._best(logits.softmax(dim=-1))
         normalizer = top.sum(dim=-1, keepdim=True)
         return Routing(
             index=index,
@@ -142,6 +150,16 @@ class TopKRouter(nn.Module):
             noise=noise,
             balances_globally=self.balances_globally and self.training,
         )
+
+    def _best(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """The k that are kept, and which they are."""
+        if self.num_groups == 1:
+            return probabilities.topk(self.num_selected, dim=-1)
+        size = self.num_experts // self.num_groups
+        in_groups = probabilities.unflatten(-1, (self.num_groups, size))
+        top, index = in_groups.topk(self.num_selected // self.num_groups, dim=-1)
+        first = torch.arange(0, self.num_experts, size, device=index.device)
+        return top.flatten(-2), (index + first.unsqueeze(-1)).flatten(-2)
 
 
 class NoisyTopKRouter(TopKRouter):
