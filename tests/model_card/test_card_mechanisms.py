@@ -62,6 +62,7 @@ def test_fields_of_other_mechanisms_do_not_stand():
         "attention_type",
         "num_attention_experts",
         "moa_execution",
+        "moa_key_value_heads",
         "router_type",
         "router_balance_loss_coef",
         "router_z_loss_coef",
@@ -74,6 +75,10 @@ def test_words_have_the_models_numbers():
     config = MoaBertConfig(attention_type="moa", num_attention_heads=8, head_dim=128)
     text = model_card(config, name="out").text
     assert "16 heads of size 128" in text
+    config.moa_key_value_heads = 4
+    assert "for each of 4 groups of them. A router sends each token to 2 of each group" in " ".join(
+        model_card(config, name="out").text.split()
+    )
     assert "each token to 8 of them" in text
     config = MoaT5Config(ffn_type="moe", cct_budgets=[[1, 1], [1, 0.5], [1, 1]])
     text = model_card(config, name="out").text

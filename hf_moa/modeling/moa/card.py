@@ -18,11 +18,16 @@ _ZHANG = """@inproceedings{zhang-etal-2022-mixture,
 
 
 def in_words(config: Any) -> str:
+    groups, selected = config.moa_key_value_heads, config.num_attention_heads
+    shared = "one key and one value projection for all"
+    chosen = f"{selected} of them"
+    if groups > 1:
+        shared = f"a key and a value projection for each of {groups} groups of them"
+        chosen = f"{selected // groups} of each group"
     return (
         f"**MoA** (Zhang et al. 2022). An attention layer has {config.attention_experts} heads of size "
-        f"{config.head_dim}, each with query and output projections of its own, and one key "
-        "and one value projection for all. A router sends each token to "
-        f"{config.num_attention_heads} of them and weighs what they give."
+        f"{config.head_dim}, each with query and output projections of its own, and {shared}. A router "
+        f"sends each token to {chosen} and weighs what they give."
     )
 
 
