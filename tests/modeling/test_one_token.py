@@ -237,7 +237,13 @@ def test_refuses_what_is_no_token(model_class):
 
     with pytest.raises(ValueError, match=r"positions among 9 tokens \(got \[0, 9, 0\]\)"):
         model(**inputs, last_layer_token=torch.tensor([0, 9, 0]))
-    model.set_attn_implementation("flex_attention")
+
+
+def test_other_implementations_are_refused_one_token():
+    model, inputs = (
+        CASE["BertModel"].build(attn_implementation="flex_attention"),
+        CASE["BertModel"].inputs(),
+    )
     message = r"must be of sdpa, eager .* \(got 'flex_attention'\)"
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         model(**inputs, last_layer_token=0)
