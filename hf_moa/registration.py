@@ -1,4 +1,4 @@
-"""Makes the models known to transformers' auto classes and plain classes, and to PEFT.
+"""Makes the models known to transformers' auto classes, plain classes and pipelines, and to PEFT.
 
 `import hf_moa` does this, and so imports every model: the auto classes take classes; names they take
 only of transformers' own. It cannot wait until the auto classes are imported:
@@ -14,6 +14,7 @@ from .families import FAMILIES
 from .modeling.checkpoint_code import write_code
 from .modeling.core.family import Family
 from .peft_registration import register_with_peft
+from .pipelines import register_pipelines
 from .plain_classes import load_as_gated
 
 
@@ -34,4 +35,5 @@ def _register(family: Family) -> None:
 
 for _family in FAMILIES:
     _register(_family)
+register_pipelines()
 register_with_peft({family.config_class.model_type: family.model_type for family in FAMILIES})

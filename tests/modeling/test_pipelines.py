@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import transformers
 from families import CASE
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, pipeline
@@ -115,6 +116,63 @@ def test_text_generation_at_a_budget(load):
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "no_repeat_ngram_size": 1}
     texts = [generate("a head may", budget=budget, **options) for budget in (1, 0.5)]
     assert texts[0] != texts[1]
+
+
+CALLS = {
+    "fill-mask": ("BertForMaskedLM", ("a head <mask> be dropped",), {}),
+    "text-classification": ("GPT2ForSequenceClassification", ("a head may be dropped",), {"top_k": 3}),
+    "token-classification": ("T5ForTokenClassification", ("a head kept",), {}),
+    "feature-extraction": ("BertModel", ("a head kept",), {}),
+    "zero-shot-classification": (
+        "BertForSequenceClassification",
+        ("a head may be dropped", ["gate", "head"]),
+        {"hypothesis_template": "the {} says so", "multi_label": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("task", CALLS)
+def test_each_call_has_its_budget(load, task):
+    name, inputs, options = CALLS[task]
+    compute = load(task, name, **MECHANISMS["cct"])
+    found = [compute(*inputs, budget=budget, **options) for budget in (1, 0.5)]
+    assert found[0] != found[1]
+    for budget, answer in zip((1, 0.5), found, strict=True):
+        compute.model.set_budget(budget)
+        assert compute(*inputs, **options) == answer
+    compute.model.set_budget(None)
+    assert compute(*inputs, **options) == found[0]
+    assert (
+        pipeline(task, model=compute.model, tokenizer=compute.tokenizer, device="cpu", budget=0.5)(
+            *inputs, **options
+        )
+        == found[1]
+    )
+    with pytest.raises(ValueError, match=r"budget must be one of .*0\.7"):
+        compute(*inputs, budget=0.7, **options)
+    assert isinstance(compute, getattr(transformers, type(compute).__name__))
+
+
+@pytest.mark.parametrize("task", CALLS)
+def test_budgets_of_models_without_any_are_refused(load, task):
+    name, inputs, options = CALLS[task]
+    with pytest.raises(ValueError, match="budget"):
+        load(task, name)(*inputs, budget=0.5, **options)
+
+
+def test_batches_in_a_pipeline_have_one_budget(load):
+    classify = load("text-classification", "BertForSequenceClassification", nested_budgets=[1, 0.5])
+    texts = ["a head may be dropped", "the gate says so and no other computes it"]
+    together = classify(texts, batch_size=2, budget=0.5)
+    for text, answer in zip(texts, together, strict=True):
+        assert classify(text, budget=0.5)[0]["score"] == pytest.approx(answer["score"], abs=1e-5)
+
+
+def test_pipelines_of_plain_models_are_as_before():
+    case = CASE["BertForSequenceClassification"]
+    plain = pipeline("text-classification", model=case.build_plain(), tokenizer=tokenizer(case))
+    own = transformers.TextClassificationPipeline(model=plain.model, tokenizer=plain.tokenizer)
+    assert plain("a head kept", top_k=3) == own("a head kept", top_k=3)
 
 
 @each_mechanism
