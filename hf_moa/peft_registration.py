@@ -1,4 +1,4 @@
-"""What PEFT knows of gated models: FTG, and the default target modules of its own methods.
+"""What PEFT knows of gated models: FTG, the default target modules of its own methods, and a card.
 
 PEFT is slow to import, and `import hf_moa` does not wait for it: PEFT is told at once where it is
 imported already, and otherwise at the end of its import, by whatever code.
@@ -47,7 +47,9 @@ def register_target_modules(model_type: str, backbone: str) -> None:
 
 def _register(backbones: Mapping[str, str]) -> None:
     from .modeling.ftg import model  # noqa: F401 - registers FTG
+    from .pushed_cards import write_cards_of_adapters
 
+    write_cards_of_adapters()
     for model_type, backbone in backbones.items():
         register_target_modules(model_type, backbone)
 

@@ -1,4 +1,5 @@
-"""Makes the models known to transformers' auto classes, plain classes and pipelines, and to PEFT.
+"""Makes the models known to transformers' auto classes, plain classes and pipelines, and to PEFT; and
+their pushes write a card.
 
 `import hf_moa` does this, and so imports every model: the auto classes take classes; names they take
 only of transformers' own. It cannot wait until the auto classes are imported:
@@ -16,6 +17,7 @@ from .modeling.core.family import Family
 from .peft_registration import register_with_peft
 from .pipelines import register_pipelines
 from .plain_classes import load_as_gated
+from .pushed_cards import write_cards_of_pushes
 
 
 def _register(family: Family) -> None:
@@ -36,4 +38,5 @@ def _register(family: Family) -> None:
 for _family in FAMILIES:
     _register(_family)
 register_pipelines()
+write_cards_of_pushes()
 register_with_peft({family.config_class.model_type: family.model_type for family in FAMILIES})

@@ -60,6 +60,8 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
 @contextmanager
 def routers_at_zero() -> Iterator[None]:
     """Models that are built in this context rank all experts alike."""
+    from transformers import initialization as init
+
     from hf_moa.modeling.core.gated_model import GatedModel
     from hf_moa.modeling.routing.routers import TopKRouter
 
@@ -68,7 +70,7 @@ def routers_at_zero() -> Iterator[None]:
     def with_zeros(self, module):
         init_weights(self, module)
         if isinstance(module, TopKRouter):
-            module.gate.weight.data.zero_()
+            init.zeros_(module.gate.weight)  # not where they were loaded
 
     with mock.patch.object(GatedModel, "_init_weights", with_zeros):
         yield

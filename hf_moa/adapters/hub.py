@@ -31,8 +31,8 @@ def push_to_hub(
 ) -> CommitInfo:
     """Upload an adapter's weights, configuration and card in one commit.
 
-    `PeftModel.push_to_hub` does the same, but with an empty card of transformers. This one says what the
-    adapter and its base are and how to load them, as that of `hf-moa card` does.
+    `PeftModel.push_to_hub` does the same on a gated base, where the repository has no card that somebody
+    wrote. This one also writes it for FTG on any other model, and replaces the one that is there.
 
     Args:
         model: with adapters, of any method.

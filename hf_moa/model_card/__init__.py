@@ -3,7 +3,7 @@
 from hf_moa.model_card import checkpoint_card, model_card, trainer_card
 print(checkpoint_card("./my-checkpoint", license="apache-2.0"))  # a huggingface_hub.ModelCard
 
-`MoaTrainer` writes one when it saves or pushes, `hf_moa.adapters.push_to_hub` when it pushes an adapter,
+`MoaTrainer` writes one when it saves or pushes, `push_to_hub` of a model or an adapter when it pushes,
 `hf-moa card` for a checkpoint or an adapter. The text is in card.md.jinja. Nothing here touches the
 network, except for the configuration of an adapter's base that is not on this machine.
 """

@@ -21,9 +21,12 @@ def arguments(family):
 
 
 @each_family
-def test_pulled_model_and_tokenizer_are_those_pushed(family, owner, reader):
+def test_pulled_model_and_tokenizer_are_those_pushed(family, hub, owner, reader):
     repository = f"user/{family}"
     pushed = owner.call("push_model", family=family, repository=repository)
+    card = hub.repositories[repository].files()["README.md"].content.decode()
+    assert f'from_pretrained("{repository}")' in card
+    assert "More Information Needed" not in card
     tokenizer = owner.call("push_tokenizer", family=family, repository=repository, text=TEXT)
     pulled = reader.call("pull_model", repository=repository, **arguments(family))
     assert pulled["logits"] == pushed["logits"]
@@ -182,13 +185,26 @@ def test_adapter_is_pushed_alone_and_pulled_onto_its_base(family, hub, owner, re
     assert "trust_remote_code" not in card  # the method is the package's
 
 
-def test_pefts_own_push_uploads_an_adapter_too(hub, owner, reader):
-    """With the card that transformers writes."""
+def test_a_card_that_somebody_wrote_stays(hub, owner, tmp_path):
+    repository = "user/with-a-card"
+    owner.call("push_model", family="gpt2", repository=repository)
+    own = "---\nlicense: mit\n---\n# Mine\n\nIt decides.\n"
+    (tmp_path / "README.md").write_text(own)
+    owner.call("upload_folder", folder=str(tmp_path), repository=repository)
+    owner.call("push_model", family="gpt2", repository=repository, seed=1)
+    card = hub.repositories[repository].files()["README.md"].content.decode()
+    assert card.endswith("# Mine\n\nIt decides.\n")
+
+
+def test_pefts_own_push_uploads_an_adapter_and_its_card(hub, owner, reader):
     base, repository = "user/gpt2-base-of-peft", "user/gpt2-ftg-of-peft"
     owner.call("push_model", family="gpt2", repository=base)
     owner.call("push_adapter_as_peft_does", base=base, repository=repository)
     (commit,) = hub.asked("commit", repository)
     assert commit.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    card = hub.repositories[repository].files()["README.md"].content.decode()
+    assert f"A PEFT adapter (FTG) of `{base}`" in card
+    assert f'PeftModel.from_pretrained(base, "{repository}")' in card
     reader.call("pull_adapter", base=base, repository=repository, **arguments("gpt2"))
 
 

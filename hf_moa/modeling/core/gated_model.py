@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
     It validates the configuration, initialises the gates, and holds the switches that rule them at
     run time. None of the switches is part of a checkpoint.
     """
+
+    # Writes the card of a push, of model, folder and name of the repository. The package sets it.
+    write_card: ClassVar[Callable[..., None] | None] = None
 
     _has_two_halves = False  # an encoder and a decoder
     _carried_weight: float | None = None  # of the auxiliary losses' gradient
@@ -220,6 +223,14 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         those of the model's own class."""
         with self._of_its_own_class(), saving_model():
             super().save_pretrained(save_directory, *args, **kwargs)
+
+    def _upload_modified_files(
+        self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As transformers', with a card of its own instead of transformers' draft."""
+        if self.write_card is not None:
+            self.write_card(self, working_dir, repo_id)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def save_config(self, save_directory: str | os.PathLike) -> None:
         """Write what `save_pretrained` does without the weights: configuration and code. Sharded weights
