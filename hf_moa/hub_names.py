@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
@@ -23,3 +24,20 @@ def hub_name(name: str | None) -> str | None:
     if not name or name == "None" or not is_hub_id(name):
         return None
     return None if Path(name).exists() else name
+
+
+def check_source(name: str | os.PathLike, field: str = "The checkpoint") -> None:
+    """Check that a model can be there, before transformers asks the Hub for what is a path.
+
+    Args:
+        name: a path, or an id on the Hub.
+        field: what the message calls it.
+
+    Raises:
+        ValueError: there is no such path, and it can be no id.
+    """
+    if not Path(name).exists() and not is_hub_id(str(name)):
+        raise ValueError(
+            f"{field} must be a folder on this machine, or an id on the Hub such as 'user/name' (got "
+            f"{str(name)!r}: there is no such folder)."
+        )

@@ -97,3 +97,14 @@ def _remove(entry: Path) -> None:
         shutil.rmtree(entry)
     else:
         entry.unlink(missing_ok=True)
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Check that a file can be written, before the work that it is to hold.
+
+    Raises:
+        ValueError: its folder cannot be made or written to, or it is a folder itself.
+    """
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{flag} must be a file that can be written in {folder} (got {path})")

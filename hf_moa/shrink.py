@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_moa import importance, upcycle
+from hf_moa.hub_names import check_source
 
 from .benchmark import benchmark
 from .environment import environment
@@ -97,6 +98,7 @@ def shrink(
     """
     settings = ShrinkSettings() if settings is None else settings
     folder = Path(output_dir)
+    check_source(source, "MODEL")
     _begin(folder, source, settings, overwrite=overwrite)
     if validation is None:
         parts = train.train_test_split(settings.held_out, seed=settings.seed)

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from .families import TASKS, Family, family_of
 from .gated_models import is_instance_by_name, mechanisms_in
+from .hub_names import check_source
 from .importance import Importance
 from .modeling.config.gating import GatingConfig
 from .modeling.core.mechanism import MECHANISMS, field_names
@@ -132,6 +133,7 @@ def _load(
         for name in ("revision", "token", "cache_dir", "subfolder", "local_files_only")
         if name in load_kwargs
     }
+    check_source(path, "model_or_path")
     config = AutoConfig.from_pretrained(path, **hub)
     family = _family(config)
     if task is not None:

@@ -90,8 +90,7 @@ def test_help_of_upcycle_says_what_every_field_is(capsys, monkeypatch):
     shown = [f for f in gating_fields() if f"--{f.name.replace('_', '-')}" in text]
     assert len(shown) > 20
     # `default_fields` has what upcycle sets itself
-    of_cct = {name: f"{value} with CCT" for name, value in UPCYCLED.items()}
-    said = [(f, f"{f.meaning} (default: {of_cct.get(f.name, f.default)})") for f in shown]
+    said = [(f, f"{f.meaning} (default: {UPCYCLED.get(f.name, f.default)})") for f in shown]
     assert all((s.replace("None", "none") if "None" in f.kinds else s) in text for f, s in said)
     assert "for T5 also pairs" in text
 
@@ -303,6 +302,38 @@ def test_quickstart_with_a_bad_option(tmp_path, capsys, options, expected):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["upcycle", "benchmark", "analyze", "shrink"])
+def test_a_path_that_is_not_there_is_no_name_on_the_hub(command, texts, tmp_path, capsys):
+    rest = {
+        "upcycle": [tmp_path / "out"],
+        "analyze": ["--data", texts, "--output", tmp_path / "out.html"],
+        "shrink": [tmp_path / "out", "--train-file", texts, "--text-column", "sentence"],
+    }.get(command, [])
+    for source in ("./nowhere", tmp_path / "no" / "where"):
+        message = error_of(capsys, command, source, *rest)
+        assert f"(got {str(source)!r}: there is no such folder)" in message
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_misspelt_options_are_told_the_ones_they_resemble(bert_dir, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["upcycle", str(bert_dir), str(tmp_path / "out"), "--atention_type", "mae"])
+    message = "unrecognized arguments: --atention_type (did you mean --attention-type?) mae"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_analyze_refuses_an_output_that_it_could_not_write(gated_dir, texts, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file" / "gates.html", tmp_path / "deep" / "gates.html"):
+        if output.parent.name == "deep":
+            output.mkdir(parents=True)
+        message = error_of(
+            capsys, "analyze", "./nowhere", "--data", texts, "--output", output, "--overwrite"
+        )
+        assert "--output must be a file that can be written" in message
+
+
 def test_quickstart_refuses_a_full_folder(tmp_path, capsys):
     (tmp_path / "note.txt").write_text("mine")
     message = error_of(capsys, "quickstart", "--output-dir", tmp_path)
@@ -478,6 +509,6 @@ def test_budgets_are_refused_before_weights_are_loaded(command, tmp_path, bert_d
 
 
 def test_upcycle_sets_what_its_help_says():
-    for name, value in default_fields({"cct_budgets": [1, 0.5]}).items():
+    for name, value in default_fields({"cct_budgets": [1, 0.5]}, None).items():
         if name != "cct_sublayer_norm":  # which has no flag
-            assert str(UPCYCLED[name]).partition(",")[0] == str(value)
+            assert UPCYCLED[name].partition(" with CCT")[0] == str(value)

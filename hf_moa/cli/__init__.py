@@ -19,9 +19,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from hf_moa import __version__
 from hf_moa.extras import MissingExtraError
+from hf_moa.misspelt import did_you_mean
 
 from . import analyze, benchmark, card, env, quickstart, shrink, upcycle
 
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. (`--help` and unknown options leave through `SystemExit`, as argparse does.)
     """
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         return args.run(args)
     except KeyboardInterrupt:
@@ -50,7 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; unknown options leave with those that they resemble."""
+    parser, commands = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        command = commands.choices[args.command]
+        known = [name.removeprefix("--") for name in command._option_string_actions]
+        named = " ".join(f"{each}{did_you_mean(each.removeprefix('--'), known)}" for each in unknown)
+        command.error(f"unrecognized arguments: {named}")
+    return args
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Any]:
+    """The parser, and its commands'."""
     parser = argparse.ArgumentParser(
         prog="hf-moa",
         description="BERT, GPT-2 and T5 whose attention is a mixture of heads and whose layers skip "
@@ -61,4 +76,4 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (quickstart, upcycle, shrink, analyze, benchmark, card, env):
         command.add(commands)
-    return parser
+    return parser, commands

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_moa.extras import from_extra
+from hf_moa.output_folder import check_writable
 
 from .command import add_command, budget, load_checkpoint, move, without_bars
 from .data import add_data_arguments, add_size_arguments, check_at_least_1, read_data, tokenizer_for
@@ -107,6 +108,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--output must end in {' or '.join(_FORMATS)} (got {args.output.name})")
     if args.output.exists() and not args.overwrite:
         raise ValueError(f"{args.output} is there already; give another --output, or --overwrite")
+    check_writable(args.output, "--output")
     check_at_least_1(args, "limit", "batch_size", "max_length", "least_count", "top_tokens", "draws")
     with from_extra("analysis"):
         import matplotlib  # noqa: F401 - draws the report's figures, once all is measured

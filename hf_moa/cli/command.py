@@ -98,6 +98,9 @@ def load_checkpoint(source: str, *, budgets: Sequence[Any] | None = None) -> Any
             names no base.
         OSError: there is none.
     """
+    from hf_moa.hub_names import check_source
+
+    check_source(source)
     config = _file_of(source, "adapter_config.json")
     if config is None:
         return _load_model(source, budgets=budgets or ())

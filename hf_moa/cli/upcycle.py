@@ -29,14 +29,15 @@ _TASKS = (
     "token-classification",
     "question-answering",
 )
-# What upcycle sets of CCT, instead of the configuration's defaults; see `cct/upcycling.py`, which would
-# import torch.
+# What upcycle sets instead of the configuration's defaults; see the mechanisms' `upcycling.py`, which
+# would import torch.
 UPCYCLED = {
-    "cct_budget_bias": True,
-    "cct_control_symbols": False,
-    "cct_gate_training": "hard",
-    "cct_full_budget_is_plain": "True, if 1 is one of them",
-    "cct_noise_max": 1.0,
+    "cct_budget_bias": "True with CCT",
+    "cct_control_symbols": "False with CCT",
+    "cct_gate_training": "hard with CCT",
+    "cct_full_budget_is_plain": "True with CCT, if 1 is one of its budgets",
+    "cct_noise_max": "1.0 with CCT",
+    "moa_key_value_heads": "the source's heads, or as many as fit",
 }
 # What upcycle takes besides the gating fields.
 _HEAD_FIELDS = {
@@ -81,9 +82,7 @@ def add(commands: Any) -> None:
 
 def _options(field: GatingField) -> dict[str, Any]:
     """Options of `add_argument` for one field of `GatingConfig`."""
-    default = str(field.default)
-    if field.name in UPCYCLED:
-        default = f"{UPCYCLED[field.name]} with CCT"
+    default = UPCYCLED.get(field.name, str(field.default))
     meaning = f"{field.meaning} (default: {default})".replace("%", "%%")
     if field.kinds[0] == "list":
         meaning += "; for T5 also pairs of the encoder's and the decoder's, such as 1,1 1,0.5"

@@ -18,6 +18,8 @@ from transformers import (
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
+from hf_moa.hub_names import check_source
+
 from .command_line import optional
 from .gating import GatingArguments, check_budgets, convert
 
@@ -119,9 +121,10 @@ class ModelArguments(HubArguments):
 
 
 def check_is_model(name_or_path: str | None) -> None:
-    """Raise a ValueError where the path is an adapter's."""
+    """Raise a ValueError where the path is an adapter's, or there is none."""
     if name_or_path is None:
         return
+    check_source(name_or_path, "`model_name_or_path`")
     is_adapter = Path(name_or_path, ADAPTER_CONFIG_NAME).is_file()
     if is_adapter and not Path(name_or_path, CONFIG_NAME).is_file():
         raise ValueError(

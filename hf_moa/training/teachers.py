@@ -12,6 +12,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_moa.hub_names import check_source
+
 SELF = "self"  # a model's largest budget teaches the others
 _AUTO_CLASSES = (
     "AutoModelForSequenceClassification",
@@ -84,6 +86,7 @@ def load_teacher(path: str | os.PathLike, student: nn.Module, **kwargs: Any) -> 
         auto: Any = getattr(transformers, auto_name)
         found = auto._model_mapping.get(type(config), None)
         if by_name.get(name) == auto_name or getattr(found, "__name__", None) == name:
+            check_source(path, "teacher")
             teacher, report = auto.from_pretrained(path, output_loading_info=True, **kwargs)
             if report["missing_keys"]:
                 raise ValueError(
