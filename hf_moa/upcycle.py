@@ -117,7 +117,11 @@ def upcycle(
     if importance is not None:
         state = sort_by_importance(state, layout, importance, source)
     state = convert(state, layout, config)
-    return build(target_class, config, state, source)
+    model = build(target_class, config, state, source)
+    for mechanism in mechanisms_in(config):
+        if hasattr(part := mechanism.part("upcycling"), "start_gates"):
+            part.start_gates(model, source.config)
+    return model
 
 
 def _load(
@@ -284,9 +288,6 @@ def build(
             f"{new}, unexpected {list(report['unexpected_keys'])}, of other shape "
             f"{list(report['mismatched_keys'])}."
         )
-    for mechanism in mechanisms_in(config):
-        if hasattr(part := mechanism.part("upcycling"), "start_gates"):
-            part.start_gates(model)
     model.config.name_or_path = source.name_or_path  # where the weights came from, for a model card
     model.name_or_path = ""  # but no adapter of this model could be loaded onto that
     if source.can_generate():

@@ -40,6 +40,7 @@ class GatingArguments:
     mae_gate_window: int | None = _configured("MAE: tokens that a gate of a causal layer averages.")
     num_attention_experts: int | None = _configured("MoA: attention experts per layer.")
     num_attention_heads: int | None = _configured("MoA: heads active for a token.")
+    moa_key_value_heads: int | None = _configured("MoA: heads of keys and values.")
     head_dim: int | None = _configured("MoA: size of a head.")
     router_type: str | None = _configured("The router: topk or noisy_topk.")
     ffn_type: str | None = _configured("moe: a mixture of feed-forward experts.")

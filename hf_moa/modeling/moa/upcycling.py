@@ -76,8 +76,15 @@ def convert_attention(weights: AttentionWeights, config: Any) -> AttentionWeight
     )
 
 
-def start_gates(model: PreTrainedModel) -> None:
-    """Routers at zero where every active head has keys of its own: even weights make it the source."""
+def start_gates(model: PreTrainedModel, source: Any) -> None:
+    """Routers at zero where all heads of the source keep their keys: even weights make the model it.
+
+    Args:
+        model: the gated one.
+        source: the configuration of the pretrained model.
+    """
+    heads = source.num_attention_heads
     for module in model.modules():
-        if isinstance(module, MixtureOfAttentionExperts) and module.num_kv_heads == module.num_heads:
+        is_moa = isinstance(module, MixtureOfAttentionExperts)
+        if is_moa and module.num_kv_heads == module.num_heads == heads:
             nn.init.zeros_(module.router.gate.weight)
