@@ -83,8 +83,6 @@ def start_gates(model: PreTrainedModel, source: Any) -> None:
         model: the gated one.
         source: the configuration of the pretrained model.
     """
-    heads = source.num_attention_heads
-    for module in model.modules():
-        is_moa = isinstance(module, MixtureOfAttentionExperts)
-        if is_moa and module.num_kv_heads == module.num_heads == heads:
-            nn.init.zeros_(module.router.gate.weight)
+    for mixture in (each for each in model.modules() if isinstance(each, MixtureOfAttentionExperts)):
+        if mixture.num_kv_heads == mixture.num_heads == source.num_attention_heads:
+            nn.init.zeros_(mixture.router.gate.weight)
