@@ -450,15 +450,16 @@ def test_adapters_of_sliced_layers(name):
 
 def test_flops_are_those_of_the_extracted_model():
     for name in ("BertForSequenceClassification", "GPT2LMHeadModel", "T5ForConditionalGeneration"):
-        model = CASE[name].build(**FORMS["depth"])
-        for budget in BUDGETS:
-            small = hf_moa.upcycle(model.extract(budget))
-            counted = model.flops(9, budget=budget)
-            assert counted.active == small.flops(9).active
-            assert counted.total == model.flops(9).total
-            model.set_budget(budget)
-            assert model.flops(9) == counted
-            model.set_budget(None)
+        for form in ("mha", "depth"):
+            model = CASE[name].build(**FORMS[form])
+            for budget in BUDGETS:
+                small = hf_moa.upcycle(model.extract(budget))
+                counted = model.flops(9, budget=budget)
+                assert counted.active == small.flops(9).active
+                assert counted.total == model.flops(9).total
+                model.set_budget(budget)
+                assert model.flops(9) == counted
+                model.set_budget(None)
 
 
 def test_compute_fraction_is_the_share_of_the_matrices():
