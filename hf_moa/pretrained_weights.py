@@ -103,6 +103,11 @@ class Layout:
         return layer
 
 
+def head_size(source: Any) -> int:
+    """The size of a head, of a pretrained model's configuration."""
+    return getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+
+
 def convert(state: dict[str, Tensor], layout: Layout, config: Any) -> dict[str, Tensor]:
     """The gated model's state dict, without what the source cannot have.
 

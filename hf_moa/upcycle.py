@@ -21,7 +21,7 @@ from .hub_names import check_source
 from .importance import Importance
 from .modeling.config.gating import GatingConfig
 from .modeling.core.mechanism import MECHANISMS, field_names
-from .pretrained_weights import convert
+from .pretrained_weights import convert, head_size
 from .sorting import sort_by_importance
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _target_config(
             "source computes (got True)."
         )
     names = family.config_class.attribute_map
-    head_dim = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+    head_dim = head_size(source)
     chosen = {"attention_type": attention_type} | config_fields
     for mechanism in MECHANISMS.values():
         if hasattr(part := mechanism.part("upcycling"), "default_fields"):

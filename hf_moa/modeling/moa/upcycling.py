@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_moa.modeling.core.fields import fail
-from hf_moa.pretrained_weights import AttentionWeights
+from hf_moa.pretrained_weights import AttentionWeights, head_size
 
 from .mixture import MixtureOfAttentionExperts
 
@@ -31,7 +31,7 @@ def default_fields(given: dict[str, Any], source: Any) -> dict[str, Any]:
     heads = source.num_attention_heads
     selected = given.get("num_attention_heads", heads)
     experts = given.get("num_attention_experts") or 2 * selected
-    fields = {"head_dim": getattr(source, "head_dim", None) or source.hidden_size // heads}
+    fields = {"head_dim": head_size(source)}
     if "num_key_value_heads" not in given and given.get("router_type", "topk") == "topk":
         fields["moa_key_value_heads"] = gcd(heads, selected, experts)
     return fields
