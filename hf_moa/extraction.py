@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from .families import Family, family_of
+from .model_building import build
 from .modeling.core.mechanism import field_names
 from .modeling.nested.shapes import Shape, shapes_of
 from .pretrained_weights import Layout
-from .upcycle import build
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -42,7 +42,8 @@ def extract(model: PreTrainedModel, budget: float) -> PreTrainedModel:
     layout = family.layout(config)
     with torch.device("meta"):
         sizes = {key: value.shape for key, value in target_class(target).state_dict().items()}
-    state = {key: _slice(model.state_dict(), key, size, shape, layout) for key, size in sizes.items()}
+    layers = None if config.nested_layers is None else shape.layers
+    state = {key: _slice(model.state_dict(), key, size, layers, layout) for key, size in sizes.items()}
     return build(target_class, target, state, model)
 
 
@@ -52,12 +53,14 @@ def _target(
     """The class and the configuration of the smaller model: transformers' own, where that can have heads
     of this number and size."""
     heads, neurons, layers = family.layout.size_fields
-    sizes = {heads: shape.heads, neurons: shape.neurons} | dict.fromkeys(layers, len(shape.layers))
+    sizes = {heads: shape.heads, neurons: shape.neurons}
+    if config.nested_layers is not None:
+        sizes |= dict.fromkeys(layers, len(shape.layers))
     dropped = {"model_type", "architectures", "auto_map", "transformers_version"}
     dropped |= {*field_names(), "dtype"}
     inherited = {k: v for k, v in config.to_dict().items() if k not in dropped} | sizes
     plain_config: Any = CONFIG_MAPPING[family.model_type]
-    is_plain = not getattr(config, "pre_norm", False)
+    is_plain = config.has_plain_backbone
     if "head_dim" in family.extra_fields and "d_kv" not in inherited:
         is_plain = is_plain and shape.heads * config.head_dim == config.hidden_size
         inherited["head_dim"] = config.head_dim
@@ -69,13 +72,18 @@ def _target(
 
 
 def _slice(
-    state: dict[str, Tensor], name: str, size: torch.Size, shape: Shape, layout: Layout
+    state: dict[str, Tensor],
+    name: str,
+    size: torch.Size,
+    layers: tuple[int, ...] | None,
+    layout: Layout,
 ) -> Tensor:
-    """The smaller model's weight of a name: of the layer that is its layer, the first of everything."""
+    """The smaller model's weight of a name: of the layer that is its layer (None: it has all), the first
+    of everything."""
     layer = re.search(r"\.(\d+)\.", f".{name}")
-    if layer:
+    if layer and layers is not None:
         start, end = (place - 1 for place in layer.span(1))
-        name = f"{name[:start]}{shape.layers[int(layer[1])]}{name[end:]}"
+        name = f"{name[:start]}{layers[int(layer[1])]}{name[end:]}"
     number = layout.num_matrices(name)
     parts = state[name].chunk(number, dim=-1)
     size = torch.Size([*size[:-1], size[-1] // number])

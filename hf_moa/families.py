@@ -18,7 +18,7 @@ TASKS = tuple(dict.fromkeys(task for family in FAMILIES for task in family.tasks
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a source.
+    """The family of a gated configuration, or of its backbone's own.
 
     Raises:
         ValueError: there is none.
@@ -27,4 +27,4 @@ def family_of(config: PreTrainedConfig) -> Family:
         if config.model_type in (family.model_type, family.config_class.model_type):
             return family
     known = ", ".join(repr(family.model_type) for family in FAMILIES)
-    raise ValueError(f"upcycle takes models of type {known} (got {config.model_type!r}).")
+    raise ValueError(f"config must be of a gated model, or of type {known} (got {config.model_type!r}).")

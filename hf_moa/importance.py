@@ -20,6 +20,7 @@ from .families import family_of
 from .gated_models import mechanisms_in
 from .modeling.core.precision import at_least_float32
 from .pretrained_weights import layers_in, name_in_base_model
+from .relatives import to_family
 
 __all__ = ["Importance", "importance"]
 
@@ -34,8 +35,8 @@ class Importance:
         neurons: feed-forward layer -> `[ff]`.
 
     Layers go by the names of transformers' modules below the base model, such as
-    "encoder.layer.0.attention" and "encoder.layer.0" of BERT: see the backbone's `Layout`. One that no
-    batch came through is not there.
+    "encoder.layer.0.attention" and "encoder.layer.0" of BERT: see the backbone's `Layout`. A relative's,
+    such as RoBERTa's, go by the names of its family. One that no batch came through is not there.
     """
 
     heads: dict[str, Tensor]
@@ -52,8 +53,7 @@ def importance(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> 
     head in eval mode, a mean over the batch, times the number of its examples.
 
     Args:
-        model: a BERT, GPT-2 or T5 of transformers, or a gated one with plain multi-head attention, dense
-            feed-forward layers and CCT off. It stays as it is, `grad` of its parameters too.
+        model: any that `upcycle` takes. It stays as it is, `grad` of its parameters too.
         batches: the model's arguments by name, labels among them; tensors `[B, ...]`. A few hundred
             examples are enough.
 
@@ -69,6 +69,7 @@ def importance(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> 
         >>> importance(model, [batch]).heads["encoder.layer.0.attention"].shape
         torch.Size([12])
     """
+    model = _checked(model)
     places = _places(model)
     with in_eval_mode(model), torch.enable_grad():
         for batch in batches:
@@ -122,18 +123,23 @@ class _Place:
         self.score = score if self.score is None else self.score + score
 
 
-def _places(model: Any) -> list[_Place]:
+def _checked(model: Any) -> PreTrainedModel:
+    """The model, of its family's classes where it is a relative's."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"model must be a model of transformers (got {type(model).__name__}). A PEFT model's "
             "adapter is merged first: model.merge_and_unload()."
         )
-    family = family_of(model.config)
     if mechanisms := mechanisms_in(model.config):
         raise ValueError(
             "importance takes a plain model: attention_type='mha', ffn_type='dense' and no cct_budgets "
             f"(got {', '.join(mechanism.name for mechanism in mechanisms)})."
         )
+    return to_family(model)
+
+
+def _places(model: PreTrainedModel) -> list[_Place]:
+    family: Any = family_of(model.config)
     layout, state = family.layout(model.config), model.state_dict()
 
     def of(pattern: str, output: str, num_heads: int | None) -> list[_Place]:

@@ -89,6 +89,14 @@ class Layout:
         """Take a feed-forward layer's weights out of a state dict."""
         raise NotImplementedError
 
+    def weights_of_heads(self, layer: str) -> list[tuple[str, int]]:
+        """An attention layer's weights that hold heads, and their axis. Some may not be there."""
+        return [(f"{layer}.{name}", axis) for name, axis in self.head_weights]
+
+    def weights_of_neurons(self, layer: str) -> list[tuple[str, int]]:
+        """A feed-forward layer's weights that hold neurons, and their axis."""
+        return [(f"{layer}.{name}", axis) for name, axis in self.neuron_weights]
+
     def num_matrices(self, name: str) -> int:
         """How many matrices of heads a weight holds side by side."""
         return 1

@@ -23,8 +23,8 @@ from hf_moa.hub_names import check_source
 
 from .benchmark import benchmark
 from .environment import environment
-from .families import family_of
 from .markdown import table
+from .relatives import source_kind
 from .text_batches import TextBatches
 from .training import MoaTrainer, MoaTrainingArguments, evaluate_budgets
 
@@ -154,9 +154,9 @@ def _begin(folder: Path, source: str, settings: ShrinkSettings, *, overwrite: bo
 
 def _load(source: str) -> tuple[PreTrainedModel, Any]:
     config = AutoConfig.from_pretrained(source)
-    family = family_of(config)
+    kind = source_kind(config)
     name = next(iter(config.architectures or []), "").removeprefix("Moa")
-    classes = {family.tasks[task]: task for task in _TASKS if task in family.tasks}
+    classes = {kind.tasks[task]: task for task in _TASKS if task in kind.tasks}
     if name not in classes:
         raise ValueError(
             f"{source} must be of a class with labels of its own to learn from: one of "

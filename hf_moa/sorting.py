@@ -30,9 +30,9 @@ def sort_by_importance(
         ValueError: a layer without scores, or with another number of them.
     """
     state = dict(state)
-    for by_layer, pattern, weights in (
-        (scores.heads, layout.attention, layout.head_weights),
-        (scores.neurons, layout.feed_forward, layout.neuron_weights),
+    for by_layer, pattern, weights_of in (
+        (scores.heads, layout.attention, layout.weights_of_heads),
+        (scores.neurons, layout.feed_forward, layout.weights_of_neurons),
     ):
         layers = layers_in(state, pattern)
         names = {layer: name_in_base_model(layer, source) for layer in layers}
@@ -44,7 +44,7 @@ def sort_by_importance(
             alike = [layer] if table is None else [n for n in layers if layout.table_of(n) == table]
             scores_of_all = torch.stack([by_layer[names[n]].cpu() for n in alike]).sum(dim=0)
             order = scores_of_all.argsort(descending=True, stable=True)
-            for name, axis in ((f"{layer}.{suffix}", axis) for suffix, axis in weights):
+            for name, axis in weights_of(layer):
                 if name in state:
                     state[name] = _permuted(state[name], axis, order, layout.num_matrices(name), name)
     return state

@@ -135,7 +135,7 @@ class TextBatches:
         self.kind = auto_class_names(model.config).get(type(model).__name__)
         self.batch_size = batch_size
         self.seed = seed
-        positions = getattr(model.config, "max_position_embeddings", None) or 512
+        positions = model.config.max_tokens or 512
         self.max_length = min(max_length or 512, positions)
         self.with_labels = with_labels and self.has_labels
         self.num_labels = getattr(model.config, "num_labels", 0)

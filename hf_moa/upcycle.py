@@ -6,22 +6,23 @@ model = upcycle("google-bert/bert-base-uncased", attention_type="mae")
 
 from __future__ import annotations
 
-import copy
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import transformers
-from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
-from .families import TASKS, Family, family_of
+from .families import TASKS, family_of
 from .gated_models import is_instance_by_name, mechanisms_in
 from .hub_names import check_source
 from .importance import Importance
+from .model_building import build
 from .modeling.config.gating import GatingConfig
+from .modeling.core.family import Family
 from .modeling.core.mechanism import MECHANISMS, field_names
 from .pretrained_weights import convert, head_size
+from .relatives import source_kind, to_family
+from .relatives.relative import Relative
 from .sorting import sort_by_importance
 
 if TYPE_CHECKING:
@@ -64,14 +65,15 @@ def upcycle(
       one of them is the mean over a group of the source's, and routers start random.
 
     Args:
-        model_or_path: a BERT, GPT-2 or T5 model (or a gated model with plain multi-head attention
-            and CCT off), or the directory or Hub id of one.
+        model_or_path: a BERT, GPT-2 or T5 model or one of a relative of theirs, such as RoBERTa (see
+            `hf_moa.relatives`), or a gated model with plain multi-head attention and CCT off; or the
+            directory or Hub id of one.
         attention_type: "mha", "mae" or "moa".
         task: for a path, the head to load: "feature-extraction", "text-classification",
             "token-classification" or "question-answering"; for BERT "fill-mask" or
-            "multiple-choice"; for GPT-2 "text-generation"; for T5 "text2text-generation" or
-            "text-encoding" ((only the encoder)). A head that the checkpoint lacks starts random.
-            Default: the class that the checkpoint names in `architectures`.
+            "multiple-choice"; for ELECTRA "replaced-token-detection"; for GPT-2 "text-generation"; for
+            T5 "text2text-generation" or "text-encoding" (only the encoder). A head that the checkpoint
+            lacks starts random. Default: the class that the checkpoint names in `architectures`.
         model_class: the same as a class or class name, `MoaBertForMaskedLM` or `BertForMaskedLM`.
         load_kwargs: for a path, arguments of `from_pretrained` (`revision`, `dtype`, `num_labels`).
         importance: what `hf_moa.importance` found: the most important heads and neurons of every layer
@@ -102,10 +104,12 @@ def upcycle(
         )
     else:
         source = _load(model_or_path, task, model_class, load_kwargs or {})
-    family = _family(source.config)
-    name = type(source).__name__
-    target_class = family.gated_class(_plain_name(name, family))
+    kind = _kind(source.config)
+    _plain_name(type(source).__name__, kind)
     _check_weights(source)
+    source = to_family(source)
+    family, name = family_of(source.config), type(source).__name__
+    target_class = family.gated_class(_plain_name(name, family))
     config = _target_config(source.config, attention_type, config_fields)
     _, unused = family.aliases.get(name, (name, ()))
     state = {
@@ -139,11 +143,11 @@ def _load(
     }
     check_source(path, "model_or_path")
     config = AutoConfig.from_pretrained(path, **hub)
-    family = _family(config)
+    kind = _kind(config)
     if task is not None:
-        if task not in family.tasks:
-            raise ValueError(f"task must be one of {', '.join(family.tasks)} (got {task!r}).")
-        name = family.tasks[task]
+        if task not in kind.tasks:
+            raise ValueError(f"task must be one of {', '.join(kind.tasks)} (got {task!r}).")
+        name = kind.tasks[task]
     elif model_class is not None:
         name = model_class if isinstance(model_class, str) else model_class.__name__
     elif config.architectures:
@@ -152,10 +156,38 @@ def _load(
         raise ValueError(
             f"The config of {path} names no class in `architectures`: give task= or model_class=."
         )
-    name = _plain_name(name, family)
-    is_gated = is_instance_by_name(config, GatingConfig)
-    source_class = family.gated_class(name) if is_gated else getattr(transformers, name)
-    return source_class.from_pretrained(path, **load_kwargs)
+    name = _plain_name(name, kind)
+    if isinstance(kind, Family) and is_instance_by_name(config, GatingConfig):
+        source_class: Any = kind.gated_class(name)
+    else:
+        source_class = getattr(transformers, name, None)
+    if source_class is None:
+        raise ValueError(f"task must be one that transformers has a class for (got {task!r}: {name}).")
+    _check_labels(name, load_kwargs)
+    try:
+        return source_class.from_pretrained(path, **load_kwargs)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"num_labels must be the checkpoint's, whose head has another size than {name} would have "
+            f"(got {load_kwargs}). With ignore_mismatched_sizes=True in load_kwargs, or "
+            "--ignore-mismatched-sizes, the head starts random."
+        ) from error
+
+
+def _check_labels(class_name: str, load_kwargs: dict[str, Any]) -> None:
+    """Refuse labels of a class that has no classifier, which would leave them out."""
+    given = [name for name in ("num_labels", "id2label") if name in load_kwargs]
+    if given and not class_name.endswith(("ForSequenceClassification", "ForTokenClassification")):
+        raise ValueError(
+            f"{given[0]} must be left out for {class_name}, which has no classifier of labels (got "
+            f"{load_kwargs[given[0]]!r}). Choose one with task='text-classification'."
+        )
+    if not isinstance(number := load_kwargs.get("num_labels", 1), int) or number < 1:
+        raise ValueError(f"num_labels must be an integer of at least 1 (got {number!r}).")
+    if len(set(names := list(load_kwargs.get("id2label", {}).values()))) != len(names):
+        raise ValueError(f"id2label must hold each name once (got {names}).")
 
 
 def _check_weights(source: PreTrainedModel) -> None:
@@ -181,22 +213,22 @@ def _check_weights(source: PreTrainedModel) -> None:
         )
 
 
-def _plain_name(name: str, family: Family) -> str:
+def _plain_name(name: str, kind: Family | Relative) -> str:
     """`MoaBertForMaskedLM` or `BertForPreTraining` -> `BertForMaskedLM`."""
     plain = name.removeprefix("Moa")
-    plain, _ = family.aliases.get(plain, (plain, ()))
-    if plain not in family.tasks.values():
+    plain, _ = kind.aliases.get(plain, (plain, ()))
+    if plain not in kind.tasks.values():
         raise ValueError(
             f"There is no gated class for {name!r}; there is one for "
-            f"{', '.join(family.tasks.values())}. Of a path, choose one with task= or model_class=; of "
+            f"{', '.join(kind.tasks.values())}. Of a path, choose one with task= or model_class=; of "
             "a model, take its `base_model`."
         )
     return plain
 
 
-def _family(config: PreTrainedConfig) -> Family:
-    """The family of a source, which must be a plain one."""
-    family = family_of(config)
+def _kind(config: PreTrainedConfig) -> Family | Relative:
+    """What kind of model a source is; it must be a plain one."""
+    kind = source_kind(config)
     if mechanisms := mechanisms_in(config):
         raise ValueError(
             "upcycle takes a plain source: attention_type='mha', ffn_type='dense' and no budgets "
@@ -204,7 +236,7 @@ def _family(config: PreTrainedConfig) -> Family:
             f"cct_budgets={config.cct_budgets!r}: "
             f"{', '.join(mechanism.name for mechanism in mechanisms)})."
         )
-    return family
+    return kind
 
 
 def _target_config(
@@ -249,58 +281,3 @@ def _target_config(
     if attention_type == "moa":
         config.num_attention_experts = config.attention_experts
     return config
-
-
-def build(
-    target_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    state: dict[str, Tensor],
-    source: PreTrainedModel,
-) -> PreTrainedModel:
-    """A model of a class, a configuration and a state dict; what else it has is `source`'s.
-
-    Raises:
-        ValueError: the weights do not fit, gates aside.
-    """
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # the new gates are no news here
-    logging.disable_progress_bar()
-    try:
-        without_pooler = getattr(source, "pooler", True) is None
-        loaded: Any = target_class.from_pretrained(
-            None,
-            *([False] if without_pooler else []),  # add_pooling_layer of a base model
-            config=config,
-            state_dict=state,
-            dtype=source.dtype,
-            attn_implementation=source.config._attn_implementation,
-            output_loading_info=True,
-        )
-        model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-    new = [name for name in report["missing_keys"] if name not in _gates(model)]
-    if new or report["unexpected_keys"] or report["mismatched_keys"]:
-        raise ValueError(
-            f"The weights of {type(source).__name__} do not fit {target_class.__name__}: missing "
-            f"{new}, unexpected {list(report['unexpected_keys'])}, of other shape "
-            f"{list(report['mismatched_keys'])}."
-        )
-    model.config.name_or_path = source.name_or_path  # where the weights came from, for a model card
-    model.name_or_path = ""  # but no adapter of this model could be loaded onto that
-    if source.can_generate():
-        model.generation_config = copy.deepcopy(source.generation_config)
-    # its decorator hides that `to` is a method
-    return model.to(source.device).eval()  # type: ignore[arg-type]
-
-
-def _gates(model: PreTrainedModel) -> set[str]:
-    """The parameters that the source cannot have: of gates, and CCT's control symbols."""
-    return {
-        f"{place}.{name}"
-        for place, module in model.named_modules()
-        if hasattr(module, "gate_kind") or "control_symbols" in module._modules
-        for name in module.state_dict()
-    }

@@ -75,7 +75,7 @@ def _batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
 
     if args.data is None:
         torch.manual_seed(0)
-        positions = getattr(model.config, "max_position_embeddings", None) or args.length
+        positions = model.config.max_tokens or args.length
         choices = [2] if type(model).__name__.endswith("ForMultipleChoice") else []
         shape = [args.batch_size, *choices, min(args.length, positions)]
         ids = torch.randint(model.config.vocab_size, shape)

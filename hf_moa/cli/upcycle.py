@@ -22,6 +22,7 @@ _TASKS = (
     "feature-extraction",
     "fill-mask",
     "multiple-choice",
+    "replaced-token-detection",
     "text-generation",
     "text2text-generation",
     "text-encoding",
@@ -66,6 +67,19 @@ def add(commands: Any) -> None:
     head = parser.add_mutually_exclusive_group()
     head.add_argument("--task", help=f"head to load: {', '.join(_TASKS)}")
     head.add_argument("--model-class", help="the same as a class, such as MoaBertForMaskedLM")
+    labels = parser.add_mutually_exclusive_group()
+    labels.add_argument("--num-labels", type=int, help="of a classifier (default: the checkpoint's)")
+    labels.add_argument(
+        "--id2label",
+        nargs="+",
+        metavar="NAME",
+        help="the same by the names of the labels, in their order",
+    )
+    parser.add_argument(
+        "--ignore-mismatched-sizes",
+        action="store_true",
+        help="where the checkpoint has a classifier of other labels, start a random one",
+    )
     fields = parser.add_argument_group(
         "gating", "Fields of the configuration; those not given keep their defaults."
     )
@@ -109,6 +123,18 @@ def _or_none(kind: type) -> Callable[[str], Any]:
     return parse
 
 
+def _load_kwargs(args: argparse.Namespace) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {}
+    if args.num_labels is not None:
+        kwargs["num_labels"] = args.num_labels
+    if args.id2label is not None:
+        names = dict(enumerate(args.id2label))
+        kwargs |= {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+    if args.ignore_mismatched_sizes:
+        kwargs["ignore_mismatched_sizes"] = True
+    return kwargs
+
+
 def run(args: argparse.Namespace) -> int:
     from hf_moa import upcycle
     from hf_moa.modeling.config.gating import GatingConfig
@@ -126,7 +152,13 @@ def run(args: argparse.Namespace) -> int:
             args.output_dir, overwrite=args.overwrite, marker=_MARKER, parts=_WEIGHTS_AND_CODE
         ) as folder,
     ):
-        model = upcycle(args.source, task=args.task, model_class=args.model_class, **fields)
+        model = upcycle(
+            args.source,
+            task=args.task,
+            model_class=args.model_class,
+            load_kwargs=_load_kwargs(args),
+            **fields,
+        )
         model.save_pretrained(folder)
         tokenizer = tokenizer_of(args.source)
         if tokenizer is not None:

@@ -34,6 +34,13 @@ class Family:
         return self.config_class(**self.tiny | {"num_labels": 3} | fields)
 
 
+RELATIVE = {
+    "embedding_size": 16,
+    "type_vocab_size": 0,
+    "positions_skip_padding": True,
+    "relative_attention_num_buckets": 8,
+    "pooler_act": "gelu",
+}
 BERT = Family(
     name="bert",
     config_class=hf_moa.MoaBertConfig,
@@ -45,7 +52,11 @@ BERT = Family(
         "mae_gate_dropout": 0.0,
     },
     one_layer={"num_hidden_layers": 1},
-    own_variants={"mae-pre-norm": VARIANTS["mae-pre-norm"]},
+    own_variants={
+        "mae-pre-norm": VARIANTS["mae-pre-norm"],
+        # what RoBERTa, ELECTRA and MPNet have and BERT has not
+        "mae-cct-relative": VARIANTS["mae-cct"] | RELATIVE,
+    },
 )
 GPT2 = Family(
     name="gpt2",

@@ -32,7 +32,10 @@ class Decoder:
 
     @property
     def variants(self):
-        variants = BERT.variants if self.name == "bert" else self.case.family.variants
+        if self.name == "bert":  # biases of distances are an encoder's
+            variants = {name: v for name, v in BERT.variants.items() if not name.endswith("relative")}
+        else:
+            variants = self.case.family.variants
         return variants | {
             "mae-window-3": {"attention_type": "mae", "mae_gate_window": 3},
             "mae-all": {"attention_type": "mae", "mae_gate_window": None},

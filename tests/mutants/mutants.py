@@ -444,6 +444,42 @@ MODELS = (
         "padded and gpt2",
     ),
     Mutant(
+        "model-positions-of-padding",
+        "RoBERTa's positions count padding",
+        "modeling/bert/embeddings.py",
+        {"(is_real.cumsum(dim=1) + past)": "(torch.ones_like(is_real).cumsum(dim=1) + past)"},
+        ("test_relatives.py",),
+        "function_is_preserved and Roberta",
+    ),
+    Mutant(
+        "upcycle-pooler-activation",
+        "ELECTRA's classifier has BERT's activation",
+        "relatives/of_bert.py",
+        {'{"pooler_act": "gelu"}': "{}"},
+        ("test_relatives.py",),
+        "function_is_preserved and Electra",
+    ),
+    Mutant(
+        "upcycle-shared-biases",
+        "each of MPNet's layers sorts its heads for itself",
+        "modeling/bert/layout.py",
+        {'layer.split("layer.")[0] if has_table else None': "None"},
+        ("test_relatives.py",),
+        "importance and mpnet",
+    ),
+    Mutant(
+        "model-biases-of-each-layer",
+        "UMT5's layers share the first one's biases",
+        "modeling/t5/layers.py",
+        {
+            "if self.has_relative_attention_bias:\n": (
+                "if self.has_relative_attention_bias and position_bias is None:\n"
+            )
+        },
+        ("test_relatives.py",),
+        "function_is_preserved and UMT5",
+    ),
+    Mutant(
         "model-final-norm",
         "pre-norm BERT is without the LayerNorm behind its last layer",
         "modeling/bert/layers.py",

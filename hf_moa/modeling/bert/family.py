@@ -18,7 +18,9 @@ BERT = Family(
         "feature-extraction": "Model",
         "fill-mask": "ForMaskedLM",
         "multiple-choice": "ForMultipleChoice",
+        "replaced-token-detection": "ForReplacedTokenDetection",
     },
+    tasks_of_relatives=("replaced-token-detection",),
     extra_fields=("num_attention_heads", "head_dim", "pre_norm", "sparse_prediction"),
     # Pretraining checkpoints hold a masked language model; their next-sentence head has no use here.
     aliases={"BertForPreTraining": ("BertForMaskedLM", ("bert.pooler.", "cls.seq_relationship."))},

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.bert.modeling_bert import BertEmbeddings, BertIntermediate
+from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.pytorch_utils import apply_chunking_to_forward
 
 from ..attention.build import check_cross_attention, mixture_and_gates, output_dropout
 from ..attention.flow import Attended, AttentionFlow
+from ..attention.position_bias import relative_position_bias
 from ..cache.naming import takes_cache_by_any_name
 from ..core.activations import build_activation
 from ..core.budgets import layers_at
@@ -168,6 +169,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
         hidden_states: Tensor,
         attention_mask: Any = None,
         encoder_hidden_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
         encoder_attention_mask: Any = None,
         cache: Cache | None = None,
         padding_mask: Tensor | None = None,
@@ -180,6 +182,7 @@ class MoaBertLayer(GradientCheckpointingLayer):
         hidden_states, record = self.attention(
             hidden_states,
             attention_mask,
+            position_bias=position_bias,
             padding_mask=padding_mask,
             cache=cache,
             budget=budget,
@@ -230,42 +233,52 @@ class MoaBertLayer(GradientCheckpointingLayer):
 
 
 class MoaBertEncoder(nn.Module):
-    """The stack of layers, and the last LayerNorm of the pre-LN layout."""
+    """The stack of layers, the biases of distances that they share, where the model has such, and the
+    last LayerNorm of the pre-LN layout."""
 
     def __init__(self, config: MoaBertConfig):
         super().__init__()
-        self.layer = nn.ModuleList(
-            MoaBertLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)
-        )
+        layers = [MoaBertLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+        self.layer = nn.ModuleList(layers)
+        self.relative_attention_bias = None
+        if config.relative_attention_num_buckets is not None:
+            self.relative_attention_bias = nn.Embedding(
+                config.relative_attention_num_buckets,
+                layers[0].attention.self.mixture.num_position_biases,
+            )
         if config.pre_norm:
             self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(
-        self, hidden_states: Tensor, *args, token: OneToken | None = None, **kwargs
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        encoder_hidden_states: Tensor | None,
+        *,
+        token: OneToken | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, list[LayerRecord]]:
         records = []
+        position_bias = self._position_bias(hidden_states)
         layers = layers_at(self.layer, kwargs.get("budget"))
         for layer in layers:
-            of_last = token if layer is layers[-1] else None
-            hidden_states, record = layer(hidden_states, *args, token=of_last, **kwargs)
+            hidden_states, record = layer(
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,  # positional, with the next: for reentrant gradient checkpointing
+                position_bias,
+                token=token if layer is layers[-1] else None,
+                **kwargs,
+            )
             records.append(record)
         if hasattr(self, "LayerNorm"):
             hidden_states = self.LayerNorm(hidden_states)
         return hidden_states, records
 
-
-class MoaBertEmbeddings(BertEmbeddings):
-    """BERT's embeddings, with CCT's control symbol added to every token's."""
-
-    def forward(  # type: ignore[override]  # called by names
-        self,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        control_symbol: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        if inputs_embeds is None:
-            inputs_embeds = self.word_embeddings(input_ids)
-        if control_symbol is not None:
-            inputs_embeds = inputs_embeds + control_symbol
-        return super().forward(inputs_embeds=inputs_embeds, **kwargs)
+    def _position_bias(self, hidden_states: Tensor) -> Tensor | None:
+        if self.relative_attention_bias is None:
+            return None
+        length = hidden_states.shape[1]
+        return relative_position_bias(
+            self.relative_attention_bias, length, length, device=hidden_states.device
+        )

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.models.bert.modeling_bert import (
-    BertOnlyMLMHead,
-    BertPooler,
-    BertPreTrainedModel,
-)
+from transformers.models.bert.modeling_bert import BertPreTrainedModel
 from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -25,17 +22,19 @@ from ..core.gated_model import GatedModel
 from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
 from ..core.masks import cross_masks, padding_mask_of, self_mask
 from ..core.one_token import OneToken, may_compute_one_token
-from ..core.outputs import MoaMaskedLMOutput, MoaModelOutput, MoaMultipleChoiceOutput
+from ..core.outputs import (
+    MoaMaskedLMOutput,
+    MoaModelOutput,
+    MoaMultipleChoiceOutput,
+    MoaTokenClassifierOutput,
+)
 from ..core.task_losses import labelled_only, token_loss, token_share
 from ..core.totals import Call, gating_totals
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
 from .configuration import MoaBertConfig
-from .layers import (
-    MoaBertEmbeddings,
-    MoaBertEncoder,
-    MoaBertLayer,
-    MoaBertSelfAttention,
-)
+from .embeddings import MoaBertEmbeddings
+from .heads import MoaBertDiscriminator, MoaBertMLMHead, MoaBertPooler
+from .layers import MoaBertEncoder, MoaBertLayer, MoaBertSelfAttention
 
 
 class MoaBertPreTrainedModel(GatedModel, BertPreTrainedModel):
@@ -65,7 +64,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         self.embeddings = MoaBertEmbeddings(config)
         self.cct = self._make_budget_control()
         self.encoder = MoaBertEncoder(config)
-        self.pooler = BertPooler(config) if add_pooling_layer else None
+        self.pooler = MoaBertPooler(config) if add_pooling_layer else None
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -111,8 +110,8 @@ class MoaBertModel(MoaBertPreTrainedModel):
             transformers' output with the fields of `hf_moa.modeling.core.outputs.GatingOutput`.
 
         Raises:
-            ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than
-                `max_position_embeddings`; a budget that the model does not know; a budget without
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`; a sequence longer than the
+                model's positions; a budget that the model does not know; a budget without
                 CCT; a `last_layer_token` that is no position, or in cross-attention.
         """
         requested = self._requested_gating(kwargs)
@@ -124,14 +123,15 @@ class MoaBertModel(MoaBertPreTrainedModel):
         cache = self._cache(cache, use_cache, encoder_hidden_states)
         past_length = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
-            position_ids = self._positions(past_length, tokens.shape[1])
+            self._check_length(past_length + tokens.shape[1])
         choice = self._resolve_budget(tokens, budget)
         hidden_states = self.embeddings(
             input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            control_symbol=None if choice is None else choice.embedding,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values_length=past_length,
+            control_symbol=None if choice is None else choice.embedding,
         )
         cross_mask, encoder_padding_mask = cross_masks(
             self.config, hidden_states, encoder_hidden_states, encoder_attention_mask
@@ -139,7 +139,7 @@ class MoaBertModel(MoaBertPreTrainedModel):
         hidden_states, records = self.encoder(
             hidden_states,
             self_mask(self.config, hidden_states, attention_mask, cache),
-            encoder_hidden_states,  # positional, for reentrant gradient checkpointing
+            encoder_hidden_states,
             encoder_attention_mask=cross_mask,
             **{CACHE_NAME: cache},  # as gradient checkpointing looks for it
             padding_mask=padding_mask_of(attention_mask, tokens.shape[1], past_length),
@@ -173,14 +173,14 @@ class MoaBertModel(MoaBertPreTrainedModel):
             return cache
         return EncoderDecoderCache(cache, DynamicCache(config=self.config))
 
-    def _positions(self, past: int, new: int) -> Tensor:
-        length, limit = past + new, self.config.max_position_embeddings
+    def _check_length(self, length: int) -> None:
+        limit = self.config.max_tokens
         if length > limit:
             raise ValueError(
-                f"The sequence must be at most max_position_embeddings={limit} tokens long (got "
-                f"{length}). Truncate it in the tokenizer: truncation=True, max_length={limit}."
+                f"The sequence must be at most {limit} tokens long, as max_position_embeddings="
+                f"{self.config.max_position_embeddings} has it (got {length}). Truncate it in the "
+                f"tokenizer: truncation=True, max_length={limit}."
             )
-        return self.embeddings.position_ids[:, past:length]
 
 
 class MoaBertForMaskedLM(MoaBertPreTrainedModel):
@@ -194,7 +194,7 @@ class MoaBertForMaskedLM(MoaBertPreTrainedModel):
     def __init__(self, config: MoaBertConfig):
         super().__init__(config)
         self.bert = MoaBertModel(config, add_pooling_layer=False)
-        self.cls = BertOnlyMLMHead(config)
+        self.cls = MoaBertMLMHead(config)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -288,6 +288,60 @@ class MoaBertForTokenClassification(TokenClassification, MoaBertPreTrainedModel)
         self.dropout = nn.Dropout(_classifier_dropout(config))
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]  # a number
         self.post_init()
+
+
+class MoaBertForReplacedTokenDetection(MoaBertPreTrainedModel):
+    """Gated BERT with ELECTRA's discriminator: which tokens were replaced (Clark et al. 2020)."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over the batch's tokens
+
+    def __init__(self, config: MoaBertConfig):
+        super().__init__(config)
+        self.bert = MoaBertModel(config, add_pooling_layer=False)
+        self.discriminator = MoaBertDiscriminator(config)
+        self.post_init()
+
+    @only_gates_learn_in_gate_phase
+    @can_return_tuple
+    def forward(  # type: ignore[misc]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        budget: float | Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MoaTokenClassifierOutput:
+        """See `MoaBertModel.forward`, and:
+
+        Args:
+            labels: `[B, T]`, 1 for replaced tokens and 0 for the others; those that `attention_mask`
+                leaves out do not count.
+
+        Returns:
+            `logits` `[B, T]`, above 0 for replaced tokens.
+        """
+        outputs = self.bert(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            budget=budget,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.discriminator(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            is_real = torch.ones_like(logits) if attention_mask is None else attention_mask
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                logits, labels.to(logits.dtype), is_real.to(logits.dtype), reduction="sum"
+            )
+            loss = loss / is_real.sum()
+        return output_of(self, MoaTokenClassifierOutput, outputs, loss, logits=logits)
 
 
 class MoaBertForQuestionAnswering(QuestionAnswering, MoaBertPreTrainedModel):

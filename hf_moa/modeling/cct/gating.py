@@ -97,7 +97,7 @@ class CctGating:
             config.stack_budgets,
             default=config.default_stack_budget,
             half=config.budget_half,
-            hidden_size=config.hidden_size,
+            hidden_size=config.embedding_width,
             symbols_start_at_zero=not config.cct_sublayer_norm,
             has_symbols=config.cct_control_symbols,
             full_is_plain=config.cct_full_budget_is_plain,

@@ -116,6 +116,9 @@ class GatingConfig(
     backbone_dropouts: ClassVar[tuple[str, ...]] = ()
     backbone_scales: ClassVar[tuple[str, ...]] = ()  # numbers of at least 0
 
+    # fields of the backbone's relatives, as RoBERTa is of BERT; at their defaults they are not saved
+    fields_of_relatives: ClassVar[tuple[str, ...]] = ()
+
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
         "cache",
@@ -191,6 +194,14 @@ class GatingConfig(
                 self.auto_map[auto_class] = f"modeling_{self.model_type}.{name}"
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What is saved."""
+        left_out = set(self.fields_of_relatives) - set(self._used_fields_of_relatives())
+        return {name: value for name, value in super().to_diff_dict().items() if name not in left_out}
+
+    def _used_fields_of_relatives(self) -> list[str]:
+        return [n for n in self.fields_of_relatives if getattr(self, n) != getattr(type(self), n)]
+
     def __setattr__(self, name: str, value: Any) -> None:
         # `@strict` parents raise an error that is not a ValueError; ours always is one.
         try:
@@ -253,6 +264,21 @@ class GatingConfig(
     def ffn_size(self) -> int:
         """Width of the feed-forward layer, whatever the backbone calls it."""
         raise NotImplementedError
+
+    @property
+    def embedding_width(self) -> int:
+        """Size of the tokens' embeddings, to which control symbols are added."""
+        return self.hidden_size
+
+    @property
+    def has_plain_backbone(self) -> bool:
+        """Whether transformers' own class computes what this one does without gates."""
+        return not self._used_fields_of_relatives()
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Length of the longest sequence; None for any length."""
+        return getattr(self, "max_position_embeddings", None)
 
     @property
     def attention_experts(self) -> int:

@@ -30,6 +30,7 @@ class Family:
         own_tasks: its heads beside those that all families have: task -> what the class is called behind
             the prefix.
         extra_fields: configuration fields that `upcycle` takes beside the gating ones.
+        tasks_of_relatives: those of them that transformers has no class of this prefix for.
         aliases: a class without a gated one -> the class that stands for it, and the prefixes of the
             weights which that one has no use for.
     """
@@ -42,6 +43,7 @@ class Family:
     layout: type[Any]
     own_tasks: dict[str, str]
     extra_fields: tuple[str, ...] = ("num_attention_heads", "head_dim")
+    tasks_of_relatives: tuple[str, ...] = ()
     aliases: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property

@@ -141,8 +141,9 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         """The smaller model that a nested budget is, by itself: with its own matrices, and no budgets.
 
         It is of transformers' own class where that can have its heads: always in T5, in BERT and GPT-2
-        where number and size of the heads give `hidden_size`. Elsewhere it is of the gated class with
-        `attention_type="mha"` and `head_dim`. It compiles, exports and quantises as any such model.
+        where number and size of the heads give `hidden_size`. Elsewhere, and where the backbone is a
+        relative's, such as RoBERTa's, it is of the gated class with `attention_type="mha"` and
+        `head_dim`. It compiles, exports and quantises as any such model.
 
         Args:
             budget: one of `config.nested_budgets`.

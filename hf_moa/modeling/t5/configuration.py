@@ -9,7 +9,7 @@ from transformers import T5Config
 from transformers.activations import ACT2FN
 
 from ..config.gating import GatingConfig
-from ..core.fields import check_int, fail, is_budget
+from ..core.fields import check_bool, check_int, fail, is_budget
 
 
 class MoaT5Config(GatingConfig, T5Config):
@@ -24,6 +24,8 @@ class MoaT5Config(GatingConfig, T5Config):
         cct_budgets (`list` or `None`, defaults to `None`):
             Pairs `[encoder, decoder]` of compute budgets in (0, 1] that training samples from, or
             numbers, which stand for all pairs of them. `None` switches CCT off.
+        relative_bias_in_every_layer (`bool`, defaults to `False`):
+            Every layer has its own relative position biases, as UMT5's do, not only the first.
 
     In float16 the last projection of every feed-forward layer stays float32, as T5's does.
 
@@ -57,6 +59,10 @@ class MoaT5Config(GatingConfig, T5Config):
     backbone_dropouts: ClassVar[tuple[str, ...]] = ("dropout_rate", "classifier_dropout")
     backbone_scales: ClassVar[tuple[str, ...]] = ("layer_norm_epsilon", "initializer_factor")
 
+    fields_of_relatives: ClassVar[tuple[str, ...]] = ("relative_bias_in_every_layer",)
+
+    relative_bias_in_every_layer: bool = False
+
     def __post_init__(self, **kwargs: Any):
         if isinstance(self.cct_budgets, (list, tuple)):
             # as a JSON file has them
@@ -66,6 +72,7 @@ class MoaT5Config(GatingConfig, T5Config):
     def validate_gating(self) -> None:
         super().validate_gating()
         check_int(self, "relative_attention_num_buckets", minimum=4)  # two for either direction
+        check_bool(self, "relative_bias_in_every_layer")
         if self.dense_act_fn not in ACT2FN:
             functions = ", ".join(sorted(ACT2FN))
             fail(self, "feed_forward_proj", f"must be one of {functions}, or 'gated-' and one of them")

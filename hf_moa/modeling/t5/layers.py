@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.t5.modeling_t5 import (
-    T5Attention,
     T5DenseActDense,
     T5DenseGatedActDense,
     T5LayerNorm,
@@ -18,6 +17,7 @@ from transformers.models.t5.modeling_t5 import (
 
 from ..attention.build import mixture_and_gates, output_dropout
 from ..attention.flow import AttentionFlow
+from ..attention.position_bias import relative_position_bias
 from ..cache.naming import takes_cache_by_any_name
 from ..core.activations import build_activation
 from ..core.precision import in_dtype_of
@@ -30,8 +30,8 @@ from .configuration import MoaT5Config
 class MoaT5Attention(AttentionFlow):
     """T5's attention: `q`, `k`, `v` and `o`, without biases and without scaling.
 
-    The first layer of a stack owns the relative position bias, one per head (per expert for MoA),
-    and hands it to the layers after it.
+    A layer that owns relative position biases, one per head (per expert for MoA), hands them to the
+    layers after it.
     """
 
     output_projection = "o"
@@ -104,7 +104,7 @@ class MoaT5Attention(AttentionFlow):
     ) -> tuple[Tensor, Tensor | None, Record, Tensor | None]:
         """What the layer adds, `[B, T, d]`, the attention probabilities (or None), the layer's record,
         and the position bias `[1, heads or N, T, S]` (None in cross-attention)."""
-        if position_bias is None and self.has_relative_attention_bias:
+        if self.has_relative_attention_bias:
             position_bias = self._position_bias(hidden_states, cache)
         attended = self.attend(
             hidden_states,
@@ -119,21 +119,20 @@ class MoaT5Attention(AttentionFlow):
     def _position_bias(self, hidden_states: Tensor, cache: Cache | None) -> Tensor:
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        device, length = hidden_states.device, hidden_states.shape[1]
+        length = hidden_states.shape[1]
         past, total = 0, length
         if cache is not None:
             past = cache.get_seq_length(self.layer_idx)
             total, _ = cache.get_mask_sizes(length, self.layer_idx)
-        query = torch.arange(length, device=device)[:, None] + past
-        key = torch.arange(total, device=device)[None, :]
-        bucket = T5Attention._relative_position_bucket(
-            key - query,
-            bidirectional=not self.config.is_decoder,
-            num_buckets=self.config.relative_attention_num_buckets,
+        return relative_position_bias(
+            self.relative_attention_bias,
+            length,
+            total,
+            device=hidden_states.device,
+            past=past,
+            is_causal=self.config.is_decoder,
             max_distance=self.config.relative_attention_max_distance,
         )
-        # shape: (T, S, heads) -> (1, heads, T, S)
-        return self.relative_attention_bias(bucket).permute(2, 0, 1).unsqueeze(0)
 
 
 class MoaT5LayerSelfAttention(nn.Module):
@@ -262,7 +261,9 @@ class MoaT5Block(GradientCheckpointingLayer):
         self.layer = nn.ModuleList(
             [
                 MoaT5LayerSelfAttention(
-                    config, layer_idx=layer_idx, has_relative_attention_bias=layer_idx == 0
+                    config,
+                    layer_idx=layer_idx,
+                    has_relative_attention_bias=layer_idx == 0 or config.relative_bias_in_every_layer,
                 )
             ]
         )

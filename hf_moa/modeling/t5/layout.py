@@ -1,4 +1,4 @@
-"""Where T5 has a layer's weights: without biases, and with relative position biases in first layers."""
+"""Where T5 has a layer's weights: without biases, and with relative position biases in some layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class T5Layout(Layout):
         )
 
     def table_of(self, layer: str) -> str | None:
-        return layer.split("block.")[0] if layer.endswith("SelfAttention") else None
+        is_shared = not getattr(self.source, "relative_bias_in_every_layer", False)
+        return layer.split("block.")[0] if is_shared and layer.endswith("SelfAttention") else None
 
     def write_attention(self, state: dict[str, Tensor], layer: str, weights: AttentionWeights) -> None:
         for name in ("query", "key", "value"):
