@@ -6,22 +6,20 @@ for row in benchmark(model, batch):
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .eval_mode import in_eval_mode
 from .modeling.core.mechanism import field_names
 from .timing import compare
 
 if TYPE_CHECKING:
-    from .gated_models import GatedPreTrainedConfig, GatedPreTrainedModel
+    from .gated_models import GatedPreTrainedModel
 
 
 @torch.inference_mode()
@@ -42,10 +40,10 @@ def benchmark(
         turns: how often each is timed.
 
     Returns:
-        One dict each for the plain model of transformers with the same sizes (of random weights, which
-        take the same time; a classifier of which computes its last layer for all tokens); for the gated
-        model, at each budget, and with CCT at the largest in the "dense" form, which computes everything
-        and masks:
+        One dict each for the plain model: the same class and sizes without gates, of random weights,
+        which take the same time (its classifier, too, computes its last layer for the one token that it
+        reads); for the gated model, at each budget, and with CCT at the largest in the "dense" form,
+        which computes everything and masks:
 
         - `model`, `budget` (None without budgets), `execution` (with CCT);
         - `compute_fraction`: with budgets, the mean over the sequences;
@@ -78,9 +76,10 @@ def _rows_and_runs(
 ) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
     """What to time, and what the table says of each."""
     config = model.config
-    plain: nn.Module = plain_model(config, type(model).__name__)
+    plain: nn.Module = plain_model(model)
     plain = plain.to(model.device, model.dtype).eval()
-    rows = [{"model": type(plain).__name__, "budget": None, "execution": None, "compute_fraction": None}]
+    name = f"{type(model).__name__} without gates"
+    rows = [{"model": name, "budget": None, "execution": None, "compute_fraction": None}]
     runs: list[Callable[[], object]] = [partial(plain, **batch)]
     before = config.cct_execution
 
@@ -108,20 +107,10 @@ def _rows_and_runs(
     return rows, runs
 
 
-def plain_model(config: GatedPreTrainedConfig, class_name: str) -> PreTrainedModel:
-    """transformers' own model of the same sizes, with random weights.
-
-    Args:
-        config: of the gated model.
-        class_name: of the gated model, `MoaBertForMaskedLM`.
-    """
-    plain_class = getattr(transformers, class_name.removeprefix("Moa"))
-    gating = {*field_names(), "model_type", "architectures", "auto_map"}
-    sizes = {name: value for name, value in config.to_dict().items() if name not in gating}
-    heads = plain_class.config_class.attribute_map.get("num_attention_heads", "num_attention_heads")
-    if config.model_type != "moa_t5":  # whose heads' size is free
-        # as many heads as there are at work, where they divide the hidden size
-        sizes[heads] = math.gcd(config.num_attention_heads, config.hidden_size)
-    plain_config: PreTrainedConfig = plain_class.config_class(**sizes)
-    plain_config._attn_implementation = config._attn_implementation
-    return plain_class(plain_config)
+def plain_model(model: GatedPreTrainedModel) -> PreTrainedModel:
+    """A model of the same class and sizes without gates and budgets, with random weights."""
+    dropped = {*field_names(), "model_type", "architectures", "auto_map"}
+    sizes = {name: value for name, value in model.config.to_dict().items() if name not in dropped}
+    config: Any = type(model.config)(**sizes)
+    config._attn_implementation = model.config._attn_implementation
+    return type(model)(config)

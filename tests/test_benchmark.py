@@ -1,19 +1,24 @@
 import pytest
 import torch
-from families import CASE
+from families import CASE, RELATIVE
 
 from hf_moa.benchmark import benchmark, plain_model
+from hf_moa.modeling.core.mechanism import mechanisms_of
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
 def test_plain_model_is_that_of_the_same_sizes(name):
     case = CASE[name]
-    config = case.config(attention_type="mae", cct_budgets=[1, 0.5])
-    plain = plain_model(config, f"Moa{name}")
-    assert type(plain) is case.plain
+    plain = plain_model(case.build(attention_type="mae", cct_budgets=[1, 0.5]))
+    assert not mechanisms_of(plain.config)
     shapes = {key: value.shape for key, value in plain.state_dict().items()}
     expected = {key: value.shape for key, value in case.build_plain().state_dict().items()}
     assert shapes == expected
+
+
+def test_plain_model_of_a_relative_is_one():
+    plain = plain_model(CASE["BertForMaskedLM"].build(attention_type="mae", **RELATIVE))
+    assert {name: getattr(plain.config, name) for name in RELATIVE} == RELATIVE
 
 
 def test_the_model_is_afterwards_as_it_was():
@@ -33,7 +38,7 @@ def test_the_model_is_afterwards_as_it_was():
 def test_models_without_budgets_are_timed_once():
     case = CASE["GPT2LMHeadModel"]
     rows = benchmark(case.build(attention_type="mae"), case.inputs(), turns=2)
-    assert [row["model"] for row in rows] == ["GPT2LMHeadModel", "MoaGPT2LMHeadModel"]
+    assert [row["model"] for row in rows] == ["MoaGPT2LMHeadModel without gates", "MoaGPT2LMHeadModel"]
     assert rows[1]["budget"] is rows[1]["compute_fraction"] is rows[1]["execution"] is None
 
 
@@ -46,13 +51,10 @@ def test_the_model_is_as_it_was_after_an_error_too():
     assert model.config.cct_execution == "auto"
 
 
-def test_plain_model_has_heads_that_divide_its_size():
-    config = CASE["BertForMaskedLM"].config(
-        attention_type="moa", num_attention_heads=3, head_dim=12, num_attention_experts=6
-    )
-    plain = plain_model(config, "MoaBertForMaskedLM")
-    assert plain.config.hidden_size == 32
-    assert plain.config.num_attention_heads == 1
+def test_plain_model_has_the_active_heads():
+    fields = {"num_attention_heads": 3, "head_dim": 12, "num_attention_experts": 6}
+    config = plain_model(CASE["BertForMaskedLM"].build(attention_type="moa", **fields)).config
+    assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (32, 3, 12)
 
 
 def test_budgets_need_cct():

@@ -413,7 +413,7 @@ def test_benchmark_times_each_budget_beside_the_plain_model(gated_dir, texts, ca
     found = json.loads(capsys.readouterr().out)
     rows = found["rows"]
     assert [(row["model"], row["budget"], row["execution"]) for row in rows] == [
-        ("BertForSequenceClassification", None, None),
+        ("MoaBertForSequenceClassification without gates", None, None),
         ("MoaBertForSequenceClassification", 1, "dense"),
         ("MoaBertForSequenceClassification", 1, "auto"),
         ("MoaBertForSequenceClassification", 0.5, "auto"),
@@ -442,7 +442,7 @@ def test_adapter_is_loaded_onto_the_class_of_its_task(gated_dir, tmp_path, capsy
     assert type(loaded) is hf_moa.MoaBertForTokenClassification
     assert loaded.config.num_labels == 5
     assert main(["benchmark", adapter, "--turns", "2", "--length", "8"]) == 0
-    assert "| BertForTokenClassification |" in capsys.readouterr().out
+    assert "| MoaBertForTokenClassification without gates |" in capsys.readouterr().out
 
     path = Path(adapter, "adapter_config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None}))
@@ -464,7 +464,7 @@ def test_benchmark_prints_a_table(gated_dir, capsys):
     assert line == "|---|---|---|---|---|---|---|"
     number = r"\d+\.\d"
     assert re.fullmatch(
-        rf"\| BertForSequenceClassification \|  \|  \|  \| {number}\d \| {number} \| 1\.000 \|", plain
+        rf"\| MoaBertForSequenceClassification without gates \|  \|  \|  \| {number}\d \| {number} \| 1\.000 \|", plain
     )
     assert [row.split(" | ")[1:3] for row in gated] == [["1", "dense"], ["1", "auto"], ["0.5", "auto"]]
 
