@@ -464,7 +464,9 @@ def test_benchmark_prints_a_table(gated_dir, capsys):
     assert line == "|---|---|---|---|---|---|---|"
     number = r"\d+\.\d"
     assert re.fullmatch(
-        rf"\| MoaBertForSequenceClassification without gates \|  \|  \|  \| {number}\d \| {number} \| 1\.000 \|", plain
+        r"\| MoaBertForSequenceClassification without gates \|  \|  \|  "
+        rf"\| {number}\d \| {number} \| 1\.000 \|",
+        plain,
     )
     assert [row.split(" | ")[1:3] for row in gated] == [["1", "dense"], ["1", "auto"], ["0.5", "auto"]]
 

@@ -48,7 +48,7 @@ class TextFileArguments:
 
 @dataclass
 class SplitTextArguments(TextFileArguments):
-    """The same for the Accelerate scripts: what else is evaluated on, and who tokenises."""
+    """The same, and what else is evaluated on, and who tokenises."""
 
     validation_split_percentage: int = field(
         default=5,
@@ -182,8 +182,14 @@ def load_splits(model_args: ModelArguments, data_args: SplitTextArguments) -> di
     return {"train": lines[cut:], "validation": lines[:cut]}
 
 
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The most tokens that a model takes, gated or not; None where there is no limit."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return getattr(model.config, "max_tokens", positions)
+
+
 def check_block_size(block_size: int | None, model: PreTrainedModel) -> int:
-    limit = getattr(model.config, "max_position_embeddings", 1024)
+    limit = position_limit(model) or 1024
     if block_size is None:
         return min(limit, 1024)
     if not 2 <= block_size <= limit:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import run_clm_no_trainer
-import run_mlm_no_trainer
 import torch
 from accelerate_runs import SCRIPTS, cut_unevenly, made_up_lines, run
 from datasets import Dataset
 from transformers import AutoTokenizer
 
 from hf_moa.quickstart.tokenizer import pack, train_tokenizer
+from hf_moa.recipes import masked_text
 from hf_moa.recipes.text_blocks import TextBlocks
 
 
@@ -33,11 +33,10 @@ def test_masks_follow_from_seed_epoch_and_place(arguments):
     values = arguments("mlm")
     run("mlm", values)
     tokenizer = AutoTokenizer.from_pretrained(values["output_dir"])
-    data_args = run_mlm_no_trainer.DataTrainingArguments(train_file="a", max_seq_length=16)
-    sequences = run_mlm_no_trainer.pack(list(made_up_lines(400, 0)), tokenizer, data_args)
+    data_args = masked_text.MaskedTextArguments(train_file="a", max_seq_length=16)
+    sequences = masked_text.pack(list(made_up_lines(400, 0)), tokenizer, data_args)
     one, other = (
-        run_mlm_no_trainer.RemaskedSequences(*sequences, tokenizer, probability=0.3, seed=1)
-        for _ in range(2)
+        masked_text.RemaskedSequences(*sequences, tokenizer, probability=0.3, seed=1) for _ in range(2)
     )
     rows = [one[i] for i in range(len(one))]
     for i in reversed(range(len(one))):
@@ -58,8 +57,8 @@ def test_masks_follow_from_seed_epoch_and_place(arguments):
 def test_sequences_are_packed_as_the_quickstarts():
     lines = [*made_up_lines(30, 0), "\x01\n"]  # the last one has no tokens
     tokenizer = train_tokenizer(lines, 60)
-    data_args = run_mlm_no_trainer.DataTrainingArguments(train_file="a", max_seq_length=16)
-    ids, lengths = run_mlm_no_trainer.pack(lines, tokenizer, data_args)
+    data_args = masked_text.MaskedTextArguments(train_file="a", max_seq_length=16)
+    ids, lengths = masked_text.pack(lines, tokenizer, data_args)
     expected = pack(tokenizer, lines, 16)
     assert ids.reshape(-1, 16).tolist() == [row["input_ids"] for row in expected]
     assert lengths.tolist() == [16] * len(expected)
