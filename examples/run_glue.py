@@ -1,9 +1,10 @@
-"""Finetunes a model on a GLUE task with `MoaTrainer`: an ungated baseline, or a checkpoint converted
-to mixture-of-heads attention (MAE, MoA) and conditional computation (CCT).
+"""Finetunes a model on a GLUE task, or on one's own texts with labels, with `MoaTrainer`: an ungated
+baseline, or a checkpoint converted to mixture-of-heads attention (MAE, MoA) and conditional computation
+(CCT).
 
-The flags are those of transformers' own `run_glue.py`, but for its flags for other data than GLUE's,
-plus `GatingArguments`, `AdapterArguments` and `TeacherArguments`. Baseline, MAE, and CCT at three
-budgets, from the same checkpoint and the same fresh classifier:
+The flags are those of transformers' own `run_glue.py` (but for `--dataset_name`), plus
+`GatingArguments`, `AdapterArguments` and `TeacherArguments`. Baseline, MAE, and CCT at three budgets,
+from the same checkpoint and the same fresh classifier:
 
     python examples/run_glue.py --model_name_or_path google-bert/bert-base-uncased --task_name mrpc \
         --do_train --do_eval --learning_rate 2e-5 --output_dir out/bert
@@ -23,6 +24,11 @@ Budgets that learn from the finetuned model: all in each step, and the gates at 
     python examples/run_glue.py ... --model_name_or_path out/bert --teacher out/bert \
         --attention_type mha --cct_budgets 1 0.5 0.33 --budget_sampling all --gate_learning_rate 1e-3 \
         --eval_budgets --output_dir out/cct-taught
+
+One's own data, CSV or JSON lines with a column `label` and one or two of text:
+
+    python examples/run_glue.py ... --train_file train.csv --validation_file dev.csv \
+        --do_train --do_eval --attention_type mae --output_dir out/mine
 
 On a laptop, without the Hub, from a folder of GLUE's published TSV files:
 
@@ -54,6 +60,7 @@ from transformers import (
 from hf_moa.recipes.adapters import AdapterArguments, adapt
 from hf_moa.recipes.command_line import optional, parse_arguments
 from hf_moa.recipes.gating import GatingArguments, convert
+from hf_moa.recipes.labelled_texts import LabelledFileArguments, load_labelled_files
 from hf_moa.recipes.models import CheckpointArguments, load_tokenizer
 from hf_moa.recipes.teachers import TeacherArguments
 from hf_moa.recipes.tokenizers import set_padding
@@ -89,10 +96,10 @@ class ModelArguments(CheckpointArguments):
 
 
 @dataclass
-class DataTrainingArguments:
+class DataTrainingArguments(LabelledFileArguments):
     """Which task to train and evaluate on, and how its texts are prepared."""
 
-    task_name: str = field(metadata={"help": f"One of {', '.join(GLUE_TASKS)}."})
+    task_name: str | None = optional(f"One of {', '.join(GLUE_TASKS)}.")
     data_dir: str | None = optional(
         "Folder of GLUE's published TSV files (CoLA/train.tsv, SST-2/dev.tsv.gz, ...). Default: "
         "the data set nyu-mll/glue of the Hub."
@@ -116,6 +123,15 @@ class DataTrainingArguments:
     max_predict_samples: int | None = optional("Predict the first so many test examples only.")
 
     def __post_init__(self):
+        if (self.task_name is None) != bool(self.own_files):
+            raise ValueError(
+                "Give either `task_name`, one of GLUE's, or files of your own, `train_file` and "
+                f"`validation_file` (got {self.task_name!r} and {list(self.own_files.values())})."
+            )
+        if self.task_name is None:
+            if self.data_dir is not None:
+                raise ValueError(f"`data_dir` needs `task_name`, one of GLUE's (got {self.data_dir!r}).")
+            return
         self.task_name = self.task_name.lower()
         if self.task_name not in GLUE_TASKS:
             raise ValueError(
@@ -154,12 +170,23 @@ def label_order(model: PreTrainedModel, task: GlueTask) -> list[int] | None:
     A checkpoint that was trained on the task elsewhere may number the classes differently.
     """
     ids = {str(name).lower(): i for name, i in model.config.label2id.items()}
-    if sorted(ids) != sorted(task.label_names):
+    if sorted(ids) != sorted(name.lower() for name in task.label_names):
         return None
-    return [ids[name] for name in task.label_names]
+    return [ids[name.lower()] for name in task.label_names]
 
 
-def load_raw_datasets(model_args: ModelArguments, data_args: DataTrainingArguments) -> dict:
+def load_raw_datasets(
+    model_args: ModelArguments, data_args: DataTrainingArguments
+) -> tuple[dict, GlueTask]:
+    """The splits, and what they are."""
+    if data_args.own_files:
+        name = model_args.config_name or model_args.model_name_or_path
+        config = AutoConfig.from_pretrained(name, **model_args.hub_kwargs())
+        return load_labelled_files(data_args.own_files, config)
+    return load_glue(model_args, data_args), GLUE_TASKS[data_args.task_name]
+
+
+def load_glue(model_args: ModelArguments, data_args: DataTrainingArguments) -> dict:
     if data_args.data_dir is not None:
         return load_glue_tsv(
             data_args.data_dir, data_args.task_name, skip_malformed=data_args.skip_malformed_rows
@@ -167,9 +194,8 @@ def load_raw_datasets(model_args: ModelArguments, data_args: DataTrainingArgumen
     return model_args.load_dataset("nyu-mll/glue", data_args.task_name)
 
 
-def tokenize(dataset, tokenizer, data_args: DataTrainingArguments, label_ids):
+def tokenize(dataset, tokenizer, data_args: DataTrainingArguments, task: GlueTask, label_ids):
     """Adds the model's inputs; `label_ids[i]` is the model's id of the task's class i."""
-    task = GLUE_TASKS[data_args.task_name]
 
     def tokenize_batch(examples):
         features = tokenizer(
@@ -190,8 +216,9 @@ def tokenize(dataset, tokenizer, data_args: DataTrainingArguments, label_ids):
     )
 
 
-def make_compute_metrics(task_name: str, label_ids: list[int] | None):
-    metric = GlueMetric(task_name)
+def make_compute_metrics(task_name: str | None, label_ids: list[int] | None):
+    # of one's own data: accuracy, or correlations
+    metric = GlueMetric(task_name or ("stsb" if label_ids is None else "sst2"))
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         logits, labels = first(prediction.predictions), prediction.label_ids
@@ -222,10 +249,10 @@ def select_split(raw_datasets, split: str, max_samples: int | None):
     return dataset if max_samples is None else dataset.select(range(min(max_samples, len(dataset))))
 
 
-def split_names(task_name: str, split: str, available: Collection[str]) -> dict[str, str]:
+def split_names(task_name: str | None, split: str, available: Collection[str]) -> dict[str, str]:
     """Name for the results -> name of the split. MNLI has two sets to evaluate on, if both are there."""
     if task_name != "mnli" or split == "train":
-        return {task_name: split}
+        return {task_name or "texts": split}
     names = {"mnli": f"{split}_matched", "mnli-mm": f"{split}_mismatched"}
     if names["mnli"] in available and names["mnli-mm"] not in available:
         logger.warning(f"The data have no {names['mnli-mm']}: only {names['mnli']} is used.")
@@ -274,7 +301,8 @@ def main(args: list[str] | None = None) -> None:
         MoaTrainingArguments,
     )
     set_up_logging(training_args, logger)
-    task = GLUE_TASKS[data_args.task_name]
+    with training_args.main_process_first(desc="reading the data"):
+        raw_datasets, task = load_raw_datasets(model_args, data_args)
     checkpoint = find_checkpoint(training_args)
 
     # The model comes right after the seed, so that the variants draw the same classifier.
@@ -295,14 +323,13 @@ def main(args: list[str] | None = None) -> None:
     def prepare(split: str, max_samples: int | None) -> dict:
         return {
             name: tokenize(
-                select_split(raw_datasets, part, max_samples), tokenizer, data_args, label_ids
+                select_split(raw_datasets, part, max_samples), tokenizer, data_args, task, label_ids
             )
             for name, part in split_names(data_args.task_name, split, raw_datasets).items()
         }
 
     train_sets = eval_sets = predict_sets = {}
     with training_args.main_process_first(desc="preparing the data"):
-        raw_datasets = load_raw_datasets(model_args, data_args)
         if training_args.do_train:
             train_sets = prepare("train", data_args.max_train_samples)
         if training_args.do_eval or gating_args.eval_budgets:
@@ -338,14 +365,17 @@ def main(args: list[str] | None = None) -> None:
         evaluate_at_budgets(trainer, eval_sets)
     if training_args.do_predict:
         predict(trainer, predict_sets, task)
+    glue = {
+        "language": "en",
+        "dataset": f"GLUE {str(data_args.task_name).upper()}",
+        "dataset_tags": "nyu-mll/glue",
+        "dataset_args": data_args.task_name,
+    }
     finish(
         trainer,
         finetuned_from=model_args.model_name_or_path,
         tasks="text-classification",
-        language="en",
-        dataset=f"GLUE {data_args.task_name.upper()}",
-        dataset_tags="nyu-mll/glue",
-        dataset_args=data_args.task_name,
+        **({} if data_args.own_files else glue),
     )
 
 

@@ -273,9 +273,9 @@ def test_tokenizer_without_padding(run_glue, arguments, without_padding, pad_to_
         model = AutoPeftModelForSequenceClassification.from_pretrained(output_dir, num_labels=2).eval()
     assert model.config.pad_token_id == 0
     tokenizer = AutoTokenizer.from_pretrained(arguments["output_dir"])
-    data_args = run_glue.DataTrainingArguments("mrpc", data_dir=arguments["data_dir"])
+    data_args = run_glue.DataTrainingArguments(task_name="mrpc", data_dir=arguments["data_dir"])
     losses = []
-    for row in run_glue.load_raw_datasets(None, data_args)["validation"]:  # alone, without padding
+    for row in run_glue.load_raw_datasets(None, data_args)[0]["validation"]:  # alone, without padding
         inputs = tokenizer(row["sentence1"], row["sentence2"], return_tensors="pt")
         with torch.no_grad():
             losses.append(model(**inputs, labels=torch.tensor([row["label"]])).loss)
@@ -287,9 +287,12 @@ def assert_answers_as_trained(run_glue, arguments, model):
     """That a loaded adapter has the loss of the one that was trained."""
     folder = Path(arguments["output_dir"])
     args = run_glue.MoaTrainingArguments(str(folder / "again"), use_cpu=True)
-    data_args = run_glue.DataTrainingArguments("mrpc", data_dir=arguments["data_dir"], max_seq_length=24)
-    raw = run_glue.load_raw_datasets(None, data_args)["validation"]
-    data = run_glue.tokenize(raw, BertTokenizer.from_pretrained(folder), data_args, [0, 1])
+    data_args = run_glue.DataTrainingArguments(
+        task_name="mrpc", data_dir=arguments["data_dir"], max_seq_length=24
+    )
+    splits, task = run_glue.load_raw_datasets(None, data_args)
+    raw = splits["validation"]
+    data = run_glue.tokenize(raw, BertTokenizer.from_pretrained(folder), data_args, task, [0, 1])
     loss = run_glue.MoaTrainer(model=model, args=args, eval_dataset=data).evaluate()["eval_loss"]
     assert loss == pytest.approx(read_json(arguments, "eval_results.json")["eval_loss"], rel=1e-5)
 
