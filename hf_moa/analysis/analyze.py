@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from hf_moa.eval_mode import in_eval_mode
 from hf_moa.gated_models import gated_model_of, is_instance_by_name
@@ -18,7 +19,10 @@ from hf_moa.modeling.core.mechanism import MECHANISMS, mechanisms_of
 from .budget_names import budget_name
 from .measure import measures_of
 from .observe import observe
+from .untrained import untrained_mechanisms
 from .vocabulary import Vocabulary
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ def analyze(
         progress: show the bar.
 
     Returns:
-        The measures, as `tables` of its mechanisms.
+        The measures, as `tables` of its mechanisms. Of gates that were never trained, which give all
+        inputs the same, `facts` and a warning tell.
 
     Raises:
         ValueError: the model has no gates; a budget that it does not know; no real token in `batches`;
@@ -121,6 +126,12 @@ def analyze(
     }
     if budgets and not all(measure.at_every_budget for measure in measures):
         facts["budget of the experts' tables"] = budget_name(budgets[0])
+    if untrained := untrained_mechanisms(gated):
+        facts["never trained"] = f"{', '.join(untrained)}: gates give all inputs the same"
+        logger.warning(
+            f"The gates of this {type(gated).__name__} were never trained ({', '.join(untrained)}): "
+            "they give all inputs the same, and tables of experts and tokens say nothing. Finetune first."
+        )
     for measure in measures:
         facts |= measure.facts(tables)
     return Analysis(tables, facts)

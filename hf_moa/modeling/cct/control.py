@@ -45,6 +45,7 @@ class ControlNetwork(nn.Module):
     """
 
     gate_kind = "cct"
+    last_layer = "out"
     noise_scale: Tensor
     budget_bias: nn.Parameter | None
 

@@ -30,6 +30,7 @@ class MaeGate(nn.Module):
     """
 
     gate_kind = "mae"
+    last_layer = "out"
     neutral_layers = ("out",)  # start at zero
 
     def __init__(self, *, hidden_size: int, num_experts: int, gate_hidden_size: int, dropout: float):

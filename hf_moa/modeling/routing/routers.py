@@ -115,6 +115,7 @@ class TopKRouter(nn.Module):
     """
 
     gate_kind = "router"
+    last_layer = "gate"
     neutral_layers = ()
 
     def __init__(
