@@ -130,7 +130,7 @@ def analyze(
         facts["never trained"] = f"{', '.join(untrained)}: gates give all inputs the same"
         logger.warning(
             f"The gates of this {type(gated).__name__} were never trained ({', '.join(untrained)}): "
-            "they give all inputs the same, and tables of experts and tokens say nothing. Finetune first."
+            "they give all inputs the same, and tables of experts and tokens say nothing. Finetune it."
         )
     for measure in measures:
         facts |= measure.facts(tables)

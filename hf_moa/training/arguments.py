@@ -7,6 +7,7 @@ from math import isfinite
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
+from .cpu_processes import train_together_on_cpu, warn_of_single_process
 from .distillation_arguments import DistillationArguments
 from .gate_descent import GATE_LEARNING_RATE, MAE_TRAININGS, check_gate_every_n_epochs
 from .parameter_groups import BUDGET_BIAS_LEARNING_RATE, check_learning_rate
@@ -70,6 +71,9 @@ class GateTrainingArguments:
     )
 
     def __post_init__(self):
+        warn_of_single_process()
+        if train_together_on_cpu():
+            self.use_cpu = True
         super().__post_init__()  # type: ignore[misc]  # of the training arguments, behind this class
         self.check_gate_training()
 

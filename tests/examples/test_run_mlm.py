@@ -6,6 +6,7 @@ import math
 import pytest
 import run_mlm
 import torch
+from launching import launch
 from script_runs import command_line, read_json
 from test_run_clm import made_up_lines
 from transformers import AutoModelForMaskedLM, AutoTokenizer, RobertaConfig, RobertaForMaskedLM
@@ -152,3 +153,13 @@ def test_evaluation_only_needs_no_training_text(arguments):
 def test_bad_arguments(arguments, changed, message):
     with pytest.raises(ValueError, match=message):
         run_mlm.main(command_line(arguments | changed))
+
+
+@pytest.mark.slow
+def test_two_processes_train_together_without_a_flag(arguments):
+    """Of 8 sequences a step, 4 each."""
+    del arguments["max_steps"], arguments["use_cpu"]
+    arguments |= {"do_eval": False, "num_train_epochs": 1, "per_device_train_batch_size": 4}
+    launch(run_mlm.__file__, *command_line(arguments), environment={})
+    samples = read_json(arguments, "train_results.json")["train_samples"]
+    assert read_json(arguments, "trainer_state.json")["max_steps"] == math.ceil(samples / 8)
