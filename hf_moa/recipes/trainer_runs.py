@@ -37,7 +37,7 @@ def set_up_logging(training_args: TrainingArguments, *loggers: logging.Logger) -
         each.setLevel(level)
     datasets.utils.logging.set_verbosity(level)
     transformers.utils.logging.set_verbosity(level)
-    logger.info(f"Training parameters: {training_args}")
+    logger.debug(f"Training parameters: {training_args}")
 
 
 def find_checkpoint(training_args: TrainingArguments) -> str | None:

@@ -131,7 +131,8 @@ def evaluate_budgets(
           `{metric_key_prefix}_...`.
 
         Afterwards the model is at its default budget (`set_budget(None)`), also when an error
-        ended the evaluation. The trainer keeps the rows as `budget_rows`, for its model card.
+        ended the evaluation. The trainer keeps the rows as `budget_rows`, for its model card, and logs
+        them, under names such as `eval_budget_0.5_accuracy`.
 
     Where the gates compute more than 0.1 above a budget, a warning says so, and what to change.
 
@@ -181,23 +182,42 @@ def evaluate_budgets(
             )
     finally:
         model.set_budget(None)
-    _warn_of_excess(rows, model.config)
+    warn_of_excess({row["budget"]: row["compute_fraction"] for row in rows}, model.config)
+    _log(trainer, rows, metric_key_prefix)
     trainer.budget_rows = rows  # type: ignore[attr-defined]  # a plain `Trainer` carries it too
     return rows
+
+
+def _log(trainer: Trainer, rows: Sequence[dict], prefix: str) -> None:
+    """Give the rows to the trainer's log and trackers: `eval_budget_0.5_accuracy`."""
+    logs = {}
+    for row in rows:
+        budget = row["budget"]
+        numbers = budget if isinstance(budget, tuple) else (budget,)
+        name = f"{prefix}_budget_{'_'.join(f'{number:g}' for number in numbers)}"
+        for key, value in row.items():
+            if key not in ("budget", "seconds") and isinstance(value, (int, float)):
+                logs[f"{name}_{key.removeprefix(f'{prefix}_')}"] = value
+    trainer.log(logs)
 
 
 # how far above a budget the computed share may be before it is said
 _EXCESS = 0.1
 
 
-def _warn_of_excess(rows: Sequence[dict], config: Any) -> None:
-    """Warn of budgets that the gates do not keep."""
+def warn_of_excess(computed: dict[Any, float], config: Any) -> None:
+    """Warn of budgets that CCT's gates do not keep.
+
+    Args:
+        computed: budget -> the share that was computed; pairs are not looked at.
+        config: of the model. Nested budgets are what they are: there is no warning.
+    """
     above = [
-        f"{row['compute_fraction']:.2f} at budget {row['budget']:g}"
-        for row in rows
-        if not isinstance(row["budget"], tuple) and row["compute_fraction"] > row["budget"] + _EXCESS
+        f"{share:.2f} at budget {budget:g}"
+        for budget, share in computed.items()
+        if not isinstance(budget, tuple) and share > budget + _EXCESS
     ]
-    if above:
+    if above and getattr(config, "cct_budgets", None):
         logger.warning(
             f"The gates compute {', '.join(above)}: more than {_EXCESS:g} above. Train longer, with "
             "budget_sampling='all', a higher budget_bias_learning_rate or gate_learning_rate, or a "

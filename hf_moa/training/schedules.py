@@ -42,6 +42,13 @@ def set_cct_noise(model: nn.Module, step: int, num_steps: int) -> None:
     gated.set_cct_noise_scale(cct_noise_scale(step, num_steps, gated.config.cct_noise_max))
 
 
+def noise_in(model: nn.Module) -> dict[str, float]:
+    """For a log, the noise that CCT's gates have now; nothing without such gates."""
+    scales = (module.noise_scale for module in model.modules() if hasattr(module, "noise_scale"))
+    scale = next(scales, None)
+    return {} if scale is None else {"cct_noise_scale": float(scale)}  # type: ignore[arg-type]  # a tensor
+
+
 class CCTNoiseCallback(TrainerCallback):
     """Anneals the gate noise of a CCT model while a `Trainer` trains it.
 

@@ -29,6 +29,7 @@ class StepStatistics:
     def __init__(self):
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor | float] = {}
+        self._layers: dict[str, tuple[Tensor, int]] = {}  # a number for each, and of how many batches
         self.latest: dict[str, Tensor] = {}  # losses of the last micro-batch
 
     def add(self, name: str, total: Tensor, weight: Tensor | float = 1.0) -> None:
@@ -86,7 +87,10 @@ class StepStatistics:
         entropies = [
             torch.special.entr(weights.detach().float()).sum(dim=-1).mean() for weights in layers
         ]
-        self.add(name, torch.stack([e.to(entropies[-1].device) for e in entropies]).mean())
+        by_layer = torch.stack([e.to(entropies[-1].device) for e in entropies])
+        self.add(name, by_layer.mean())
+        total, count = self._layers.get(name, (0.0, 0))
+        self._layers[name] = by_layer + total, count + 1
 
     def drain(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The means since the last call, over all processes, which call it together."""
@@ -101,6 +105,16 @@ class StepStatistics:
         return {
             name: total / weight for name, (total, weight) in zip(names, totals, strict=True) if weight
         }
+
+    def drain_layers(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, list[float]]:
+        """The mean entropies of each layer's gates since the last call, over all processes."""
+        means = {}
+        for name, (total, count) in self._layers.items():
+            sums = torch.cat([total.double().cpu(), torch.tensor([float(count)], dtype=torch.float64)])
+            *totals, number = sum_over_processes(sums).tolist()
+            means[name] = [value / number for value in totals]
+        self._layers = {}
+        return means
 
 
 def distinct_budgets(config: Any) -> list | None:

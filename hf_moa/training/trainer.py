@@ -38,6 +38,7 @@ from .auxiliary_losses import (
     weigh_auxiliary_loss,
     weighted_auxiliary_loss,
 )
+from .budgets import warn_of_excess
 from .cards import WritesModelCards
 from .checkpoints import discard_unfinished
 from .distilling import Distils
@@ -57,8 +58,9 @@ from .gate_descent import (
 from .label_smoothing import smoothed_loss
 from .parameter_groups import decay_parameter_names, give_own_rates
 from .random_states import kept_random_states
-from .schedules import CCTNoiseCallback, set_cct_noise
+from .schedules import CCTNoiseCallback, noise_in, set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
+from .trackers import report_histograms, with_one_file
 from .whole_checkpoints import SavesWholeCheckpoints
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints, StopsDivergedRuns,
         self._loss_is_finite: Tensor | bool = True
         arguments = cast("RunArguments", args)
         super().__init__(model, arguments, *rest, **kwargs)
+        self.callback_handler.callbacks = with_one_file(self.callback_handler.callbacks)
         # Both are for `compute_loss` here: `Trainer` would leave the auxiliary losses out.
         self._smoothing = arguments.label_smoothing_factor if self.label_smoother is not None else 0.0
         self.label_smoother = None
@@ -177,7 +180,9 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints, StopsDivergedRuns,
             discard_unfinished(self.args.output_dir)
         self.accelerator.wait_for_everyone()
         try:
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
+            self._warn_of_excess()
+            return result
         except TrainingDivergedError as error:
             if self.hp_search_backend != HPSearchBackend.OPTUNA or self._trial is None:
                 raise
@@ -186,6 +191,17 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints, StopsDivergedRuns,
             self._tokens, self._update = None, ([], None)
             if self._descent is not None:
                 self._descent.finish()
+
+    def _warn_of_excess(self) -> None:
+        """Warn where gates computed more than their budgets when last they were logged."""
+        computed = {}
+        for budget in distinct_budgets(config := getattr(self._gated_model(), "config", None)) or []:
+            name = "" if isinstance(budget, tuple) else f"compute_fraction_{budget:g}"
+            logged = [entry[name] for entry in self.state.log_history if name in entry]
+            if logged:
+                computed[budget] = logged[-1]
+        if self.is_world_process_zero():
+            warn_of_excess(computed, config)
 
     def _prune_trial(self, error: TrainingDivergedError) -> None:
         if self.args.process_index == 0:
@@ -443,11 +459,26 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints, StopsDivergedRuns,
         self._expert_load.add_outputs(outputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As in `Trainer`; training logs also carry what `StepStatistics` gathered."""
-        if "loss" in logs:
-            logs |= self._statistics.drain(self._sum_over_processes)
+        """As in `Trainer`; training logs also carry what `StepStatistics` gathered, and the scale of
+        CCT's noise. Trackers that have histograms get those of `_histograms`."""
+        of_training = "loss" in logs
+        histograms = {}
+        if of_training:
+            logs |= self._statistics.drain(self._sum_over_processes) | noise_in(self._gated_model())
             self.expert_load = self._expert_load.drain(self._sum_over_processes)
+            histograms = self._histograms()
         super().log(logs, start_time)
+        if of_training and self.is_world_process_zero():
+            report_histograms(self.callback_handler.callbacks, histograms, self.state.global_step)
+
+    def _histograms(self) -> dict[str, list[float]]:
+        """Since the last log: the mean entropy of each layer's gates, and for each layer the shares of
+        its experts, relative to an even one."""
+        found = self._statistics.drain_layers(self._sum_over_processes)
+        for part, layers in self.expert_load.items():
+            for i, shares in enumerate(layers):
+                found[f"{part}_load/layer_{i}"] = [share * len(shares) for share in shares]
+        return found
 
     def _sum_over_processes(self, x: Tensor) -> Tensor:
         if self.accelerator.num_processes == 1:

@@ -14,6 +14,7 @@ from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, cut_unevenly, evalua
 from launching import launch
 from safetensors.torch import load_file
 from script_runs import command_line
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_moa.markdown import cell, split_sections
@@ -23,6 +24,7 @@ from hf_moa.recipes.accelerate import arguments as accelerate_arguments
 from hf_moa.recipes.accelerate.checkpoints import find_checkpoints
 from hf_moa.recipes.accelerate.optimizers import SMALLEST_SIZE, make_optimizer
 from hf_moa.recipes.gating import GatingArguments
+from hf_moa.recipes.masked_text import MaskedTextArguments
 from hf_moa.recipes.models import ModelArguments
 from hf_moa.run_results import budget_table
 
@@ -247,6 +249,22 @@ def test_tracker_receives_logs_and_metrics_but_no_secret(arguments, monkeypatch)
     assert Recorder.finished == [True]
 
 
+def test_tensorboard_gets_one_file(arguments):
+    values = arguments("clm", attention_type="mae", cct_budgets=[1, 0.5], with_tracking=True,
+                       report_to="tensorboard", logging_steps=2)  # fmt: skip
+    run("clm", values)
+    (path,) = Path(values["output_dir"]).rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(path), size_guidance={"histograms": 0, "scalars": 0})
+    events.Reload()
+    rows = [row for row in log(values) if "loss" in row]
+    assert [e.value for e in events.Scalars("cct_noise_scale")] == pytest.approx(
+        [row["cct_noise_scale"] for row in rows]
+    )
+    assert rows[-1]["cct_noise_scale"] > rows[0]["cct_noise_scale"] > 0
+    assert len(events.Histograms("train/gate_entropy")) == len(rows)
+    assert "learning_rate" in events.Tensors("args/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
 # Of transformers' scripts of the same names.
 FLAGS = {
     "all": "dataset_name dataset_config_name train_file validation_file model_name_or_path config_name "
@@ -266,7 +284,9 @@ FLAGS = {
 
 @pytest.mark.parametrize("task", SCRIPTS)
 def test_flags_of_transformers_are_there_or_left_out_for_a_reason(task):
-    kinds = (ModelArguments, SCRIPTS[task].DataTrainingArguments, GatingArguments, AccelerateArguments)
+    script = SCRIPTS[task]
+    texts = MaskedTextArguments if task == "mlm" else script.DataTrainingArguments
+    kinds = (ModelArguments, texts, GatingArguments, AccelerateArguments)
     ours = {field.name for kind in kinds for field in fields(kind)}
     reasons = set(re.findall(r"^\| `(\w+)` \|", accelerate_arguments.__doc__, re.MULTILINE))
     theirs = {*FLAGS["all"].split(), *FLAGS[task].split()}

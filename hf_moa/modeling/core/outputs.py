@@ -101,9 +101,9 @@ class GatingOutput(_WithBatchTerms):
         expert_load: by the part of the layer that routers serve (`attention`, `cross_attention`,
             `feed_forward`), `[layers, N]`: each expert's share of the assignments, for logging.
         budget: `[B]`, the compute budget of each sequence in this call.
-        compute_fraction: `[B]`, share of the gated computation that CCT carried out in this call. (Where
-            a classifier's last layer computes one token, of this token, as for the losses and loads of
-            that layer.)
+        compute_fraction: `[B]`, share of the gated computation that CCT carried out in this call: 1 at
+            every budget as long as gates that `upcycle` made are not trained. (Where a classifier's last
+            layer computes one token, of this token, as for the losses and loads of that layer.)
         compute_cost: `[B, 2]`, that computation in multiply-accumulates: carried out, and with all
             gates open.
         router_logits: with `output_router_logits=True`, one `[B, T, N]` per MoA attention.

@@ -55,8 +55,9 @@ from hf_moa.training.gate_choices import (
 )
 from hf_moa.training.gate_descent import prepare_gates
 from hf_moa.training.random_states import kept_random_states
-from hf_moa.training.schedules import set_cct_noise
+from hf_moa.training.schedules import noise_in, set_cct_noise
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
+from hf_moa.training.trackers import report_histograms, store_configuration
 
 from .arguments import AccelerateArguments
 from .checkpoints import (
@@ -158,7 +159,9 @@ class GatedTraining:
         self.shifts_labels = about.task == "text-generation"
         if args.with_tracking:
             config = {k: v for k, v in asdict(args).items() if not k.endswith("token")}
-            accelerator.init_trackers("hf_moa", _plain(config))
+            accelerator.init_trackers("hf_moa")
+            for tracker in accelerator.trackers:
+                store_configuration(tracker, _plain(config))
 
     def _sampler(self, lengths: list[int] | None) -> EpochsGroupedByLength | None:
         """The order of the sequences; None: Accelerate's random one."""
@@ -370,11 +373,14 @@ class GatedTraining:
             "epoch": self.progress.epoch,
             "tokens_per_second": (self.progress.tokens - self.tokens_before) / seconds,
             **self.statistics.drain(self._sum),
+            **noise_in(self.gated),
         }
+        histograms = self.statistics.drain_layers(self._sum)
         self.loss, self.updates_since_log = torch.zeros_like(self.loss), 0
         bar.set_postfix(loss=f"{logs['loss']:.3f}", tokens_per_s=f"{logs['tokens_per_second']:,.0f}")
         self.accelerator.log(logs, step=step)
         if self.accelerator.is_main_process:
+            report_histograms(getattr(self.accelerator, "trackers", []), histograms, step)
             self.training_log.append(step, logs)
 
     def _count_tokens(self) -> None:
