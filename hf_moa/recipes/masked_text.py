@@ -147,7 +147,18 @@ def masked_sets(
     data_args: MaskedTextArguments,
     seed: int,
 ) -> dict[str, MaskedSequences]:
-    """The sequences of each split; of "train", with other masks in every epoch."""
+    """The sequences of each split; of "train", with other masks in every epoch.
+
+    Raises:
+        ValueError: the tokenizer has no token for masks, or for a sequence's beginning or end; a text is
+            too short.
+    """
+    needed = ("mask_token", "cls_token", "sep_token")
+    if missing := [name for name in needed if getattr(tokenizer, name) is None]:
+        raise ValueError(
+            f"The tokenizer must have a {' and a '.join(missing)}, as BERT's and RoBERTa's do (got "
+            f"none in {type(tokenizer).__name__})."
+        )
     sets = {}
     for split, text in lines.items():
         text = [line.rstrip("\r\n") for line in text if line.strip()]

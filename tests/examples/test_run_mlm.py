@@ -155,6 +155,14 @@ def test_bad_arguments(arguments, changed, message):
         run_mlm.main(command_line(arguments | changed))
 
 
+def test_tokenizer_without_masks(arguments, tmp_path):
+    run_mlm.main(command_line(arguments | {"do_eval": False}))
+    tokenizer = AutoTokenizer.from_pretrained(arguments["output_dir"])
+    tokenizer.mask_token = None
+    with pytest.raises(ValueError, match="must have a mask_token, as BERT's"):
+        masked_sets({"train": ["a cat"]}, tokenizer, MaskedTextArguments(), seed=0)
+
+
 @pytest.mark.slow
 def test_two_processes_train_together_without_a_flag(arguments):
     """Of 8 sequences a step, 4 each."""

@@ -36,6 +36,7 @@ def tokenizer(case):
         unk_token="<unk>",
         mask_token="<mask>",
         cls_token="<cls>",
+        sep_token="</s>",
         padding_side="left" if case.task == "LMHead" else "right",
         model_input_names=["input_ids", "attention_mask"],
     )
