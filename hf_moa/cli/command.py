@@ -57,7 +57,7 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def tokenizer_of(source: str) -> Any:
+def tokenizer_of(source: str, subfolder: str = "") -> Any:
     """The tokenizer beside a checkpoint; None where there is none."""
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
@@ -66,11 +66,13 @@ def tokenizer_of(source: str) -> Any:
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
         found: bool | str | None
         if Path(source).is_dir():
-            found = (Path(source) / name).is_file()
+            found = (Path(source) / subfolder / name).is_file()
         else:
-            found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+            found = cached_file(
+                source, name, subfolder=subfolder, _raise_exceptions_for_missing_entries=False
+            )
         if found:
-            return AutoTokenizer.from_pretrained(source)
+            return AutoTokenizer.from_pretrained(source, subfolder=subfolder)
     return None
 
 

@@ -139,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_moa import upcycle
     from hf_moa.modeling.config.gating import GatingConfig
     from hf_moa.output_folder import output_folder
+    from hf_moa.sentence_folders import encoder_task, sentence_modules, write_modules
 
     if Path(args.output_dir).resolve() == Path(args.source).resolve():
         raise ValueError(
@@ -152,26 +153,35 @@ def run(args: argparse.Namespace) -> int:
             args.output_dir, overwrite=args.overwrite, marker=_MARKER, parts=_WEIGHTS_AND_CODE
         ) as folder,
     ):
+        modules = sentence_modules(args.source)
+        load_kwargs, task, path = _load_kwargs(args), args.task, ""
+        if modules is not None:
+            path = modules[0]["path"]
+            load_kwargs |= {"subfolder": path} if path else {}
+            if task is None and args.model_class is None:
+                task = encoder_task(args.source, subfolder=path)
         model = upcycle(
-            args.source,
-            task=args.task,
-            model_class=args.model_class,
-            load_kwargs=_load_kwargs(args),
-            **fields,
+            args.source, task=task, model_class=args.model_class, load_kwargs=load_kwargs, **fields
         )
-        model.save_pretrained(folder)
-        tokenizer = tokenizer_of(args.source)
+        if modules is not None:
+            write_modules(args.source, modules, folder)
+            model.config.carry_aux_loss = True
+        model.save_pretrained(Path(folder, path))
+        tokenizer = tokenizer_of(args.source, path)
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            tokenizer.save_pretrained(Path(folder, path))
     if args.json:
         facts = {
             "output_dir": args.output_dir,
             "model": type(model).__name__,
             "parameters": model.num_parameters(),
             "tokenizer": tokenizer is not None,
+            "sentence_transformers": modules is not None,
         }
         print(json.dumps(facts, indent=1))
         return 0
+    if modules is not None:
+        print(f"A sentence-transformers model: {len(modules) - 1} modules behind the transformer stay.")
     print(
         f"{args.output_dir}: {type(model).__name__}, {model.num_parameters():,} parameters, "
         f"{'with' if tokenizer is not None else 'without'} a tokenizer"

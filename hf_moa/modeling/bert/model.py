@@ -55,11 +55,14 @@ class MoaBertModel(MoaBertPreTrainedModel):
 
     Args:
         config: a `MoaBertConfig`.
-        add_pooling_layer: whether the output has a `pooler_output`.
+        add_pooling_layer: whether the output has a `pooler_output`. Default: as BERT's and RoBERTa's;
+            models whose `pooler_act` is another have none, as ELECTRA's and DistilBERT's.
     """
 
-    def __init__(self, config: MoaBertConfig, add_pooling_layer: bool = True):
+    def __init__(self, config: MoaBertConfig, add_pooling_layer: bool | None = None):
         super().__init__(config)
+        if add_pooling_layer is None:
+            add_pooling_layer = config.pooler_act == "tanh"
         self.gradient_checkpointing = False
         self.embeddings = MoaBertEmbeddings(config)
         self.cct = self._make_budget_control()
@@ -264,7 +267,7 @@ class MoaBertForSequenceClassification(SequenceClassification, MoaBertPreTrained
     def __init__(self, config: MoaBertConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.bert = MoaBertModel(config)
+        self.bert = MoaBertModel(config, add_pooling_layer=True)
         self.dropout = nn.Dropout(_classifier_dropout(config))
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]  # a number
         self.post_init()
@@ -364,7 +367,7 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
 
     def __init__(self, config: MoaBertConfig):
         super().__init__(config)
-        self.bert = MoaBertModel(config)
+        self.bert = MoaBertModel(config, add_pooling_layer=True)
         self.dropout = nn.Dropout(_classifier_dropout(config))
         self.classifier = nn.Linear(config.hidden_size, 1)
         self.post_init()

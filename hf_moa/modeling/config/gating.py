@@ -97,12 +97,20 @@ class GatingConfig(
     NestedFields, CctFields, MoeFields, RouterFields, MoaFields, MaeFields, KindFields, ConfigMixin
 ):
     """Fields shared by `MoaBertConfig`, `MoaGPT2Config` and `MoaT5Config`: those of `KindFields`,
-    `MaeFields`, `MoaFields`, `RouterFields`, `MoeFields`, `CctFields` and `NestedFields`.
+    `MaeFields`, `MoaFields`, `RouterFields`, `MoeFields`, `CctFields` and `NestedFields`, and:
+
+    Args:
+        carry_aux_loss (`bool`, defaults to `False`):
+            A loss that is computed outside the model, of its hidden states or logits, trains routers and
+            budgets by the auxiliary losses, too, as `model.carry_aux_loss()` has it. Checkpoints for
+            sentence-transformers have `True`.
 
     Raises:
         ValueError: a field breaks its rule; the message names the field, the rule and the value. Or a
             field is unknown whose name begins as a gating field's, or looks like one.
     """
+
+    carry_aux_loss: bool = False
 
     # Writes the code that a checkpoint carries. The package sets it; in a checkpoint's own code it is
     # None, since transformers copies that.
@@ -222,6 +230,7 @@ class GatingConfig(
         check_int(self, "num_attention_heads", minimum=1)
         check_choice(self, "attention_type", attention_types())
         check_choice(self, "ffn_type", ffn_types())
+        check_bool(self, "carry_aux_loss")
         for mechanism in MECHANISMS.values():
             for name in mechanism.defaults:
                 if name.startswith("output_"):

@@ -58,6 +58,8 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         config.validate_gating()
         require_code(config)
         super().__init__(config, *args, **kwargs)
+        if config.carry_aux_loss:
+            self._carried_weight = 1.0
         # Quantisers leave out what stands here. Gates decide, and have too few outputs for some.
         self._gates = [f".+{each.gate_name}" for each in mechanisms_of(config) if each.gate_name]
         kept = type(self)._keep_in_fp32_modules or ()
