@@ -57,7 +57,7 @@ def _target(
     if config.nested_layers is not None:
         sizes |= dict.fromkeys(layers, len(shape.layers))
     dropped = {"model_type", "architectures", "auto_map", "transformers_version"}
-    dropped |= {*field_names(), "carry_aux_loss", "dtype"}
+    dropped |= {*field_names(), "dtype"}
     inherited = {k: v for k, v in config.to_dict().items() if k not in dropped} | sizes
     plain_config: Any = CONFIG_MAPPING[family.model_type]
     is_plain = config.has_plain_backbone

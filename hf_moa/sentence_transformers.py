@@ -50,13 +50,13 @@ def upcycle(
     transformer = source[0]
     if not isinstance(transformer, Transformer):
         raise ValueError(f"The first module must be a Transformer (got a {type(transformer).__name__}).")
-    gated = hf_moa.upcycle(transformer.auto_model, attention_type, **config_fields)
+    fields = {"carry_aux_loss": True} | config_fields
+    gated = hf_moa.upcycle(transformer.auto_model, attention_type, **fields)
     with TemporaryDirectory() as folder:
         before, after = Path(folder, "before"), Path(folder, "after")
         source.save_pretrained(str(before), create_model_card=False)
         modules = sentence_modules(before) or []
         write_modules(before, modules, after)
-        gated.config.carry_aux_loss = True
         gated.save_pretrained(after / modules[0]["path"])
         transformer.tokenizer.save_pretrained(after / modules[0]["path"])
         return SentenceTransformer(str(after), device=str(source.device))

@@ -191,6 +191,7 @@ def test_upcycle_as_json(bert_dir, tmp_path, capsys):
         "model": "MoaBertForSequenceClassification",
         "parameters": hf_moa.MoaBertForSequenceClassification.from_pretrained(out).num_parameters(),
         "tokenizer": True,
+        "sentence_transformers": False,
     }
 
 

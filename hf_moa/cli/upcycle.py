@@ -137,6 +137,7 @@ def _load_kwargs(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     from hf_moa import upcycle
+    from hf_moa.hub_names import check_source
     from hf_moa.modeling.config.gating import GatingConfig
     from hf_moa.output_folder import output_folder
     from hf_moa.sentence_folders import encoder_task, sentence_modules, write_modules
@@ -153,10 +154,12 @@ def run(args: argparse.Namespace) -> int:
             args.output_dir, overwrite=args.overwrite, marker=_MARKER, parts=_WEIGHTS_AND_CODE
         ) as folder,
     ):
+        check_source(args.source)
         modules = sentence_modules(args.source)
         load_kwargs, task, path = _load_kwargs(args), args.task, ""
         if modules is not None:
             path = modules[0]["path"]
+            fields = {"carry_aux_loss": True} | fields
             load_kwargs |= {"subfolder": path} if path else {}
             if task is None and args.model_class is None:
                 task = encoder_task(args.source, subfolder=path)
@@ -165,7 +168,6 @@ def run(args: argparse.Namespace) -> int:
         )
         if modules is not None:
             write_modules(args.source, modules, folder)
-            model.config.carry_aux_loss = True
         model.save_pretrained(Path(folder, path))
         tokenizer = tokenizer_of(args.source, path)
         if tokenizer is not None:

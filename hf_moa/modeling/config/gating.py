@@ -78,17 +78,22 @@ GATING_OUTPUT_FIELDS = (
 
 @dataclass(kw_only=True, repr=False)
 class KindFields:
-    """The fields that choose between mechanisms.
+    """The fields that choose between mechanisms, and what all have in common.
 
     Args:
         attention_type (`str`, defaults to `"mha"`):
             `"mha"` (the plain backbone), `"mae"` (Peng et al. 2020, a mixture of subsets of heads) or
             `"moa"` (Zhang et al. 2022, k attention heads routed per token).
         ffn_type (`str`, defaults to `"dense"`): `"dense"` or `"moe"` (Shazeer et al. 2017).
+        carry_aux_loss (`bool`, defaults to `False`):
+            A loss that is computed outside the model, of its hidden states or logits, trains routers and
+            budgets by the auxiliary losses, too, as `model.carry_aux_loss()` has it. Checkpoints for
+            sentence-transformers have `True`.
     """
 
     attention_type: str = "mha"
     ffn_type: str = "dense"
+    carry_aux_loss: bool = False
 
 
 # the last one's fields come first
@@ -97,20 +102,12 @@ class GatingConfig(
     NestedFields, CctFields, MoeFields, RouterFields, MoaFields, MaeFields, KindFields, ConfigMixin
 ):
     """Fields shared by `MoaBertConfig`, `MoaGPT2Config` and `MoaT5Config`: those of `KindFields`,
-    `MaeFields`, `MoaFields`, `RouterFields`, `MoeFields`, `CctFields` and `NestedFields`, and:
-
-    Args:
-        carry_aux_loss (`bool`, defaults to `False`):
-            A loss that is computed outside the model, of its hidden states or logits, trains routers and
-            budgets by the auxiliary losses, too, as `model.carry_aux_loss()` has it. Checkpoints for
-            sentence-transformers have `True`.
+    `MaeFields`, `MoaFields`, `RouterFields`, `MoeFields`, `CctFields` and `NestedFields`.
 
     Raises:
         ValueError: a field breaks its rule; the message names the field, the rule and the value. Or a
             field is unknown whose name begins as a gating field's, or looks like one.
     """
-
-    carry_aux_loss: bool = False
 
     # Writes the code that a checkpoint carries. The package sets it; in a checkpoint's own code it is
     # None, since transformers copies that.

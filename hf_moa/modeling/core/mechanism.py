@@ -98,7 +98,12 @@ def mechanisms_of(config: Any) -> list[Mechanism]:
 
 def field_names() -> tuple[str, ...]:
     """The configuration fields of all mechanisms, and those that choose between them."""
-    return ("attention_type", "ffn_type", *(n for m in MECHANISMS.values() for n in m.defaults))
+    return (
+        "attention_type",
+        "ffn_type",
+        "carry_aux_loss",
+        *(n for m in MECHANISMS.values() for n in m.defaults),
+    )
 
 
 def shape_field_names() -> tuple[str, ...]:
