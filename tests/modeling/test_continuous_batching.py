@@ -48,3 +48,54 @@ def test_learned_gates_refuse():
     with pytest.raises(ValueError, match="cannot tell apart the requests"):
         generate_together(model)
     assert not hasattr(model, "_cached_continuous_batching_manager")
+
+
+def together(model, budget=None, **settings):
+    config = GenerationConfig(max_new_tokens=9, eos_token_id=66, pad_token_id=0, **settings)
+    memory = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
+    return model.generate_batch(
+        PROMPTS, generation_config=config, continuous_batching_config=memory, budget=budget
+    )
+
+
+@pytest.mark.parametrize("name", ["cct", "nested"])
+def test_budgets_of_requests(name):
+    fields = {"nested_budgets": [1, 0.5]} if name == "nested" else CASES["cct"]
+    model = build(CASE["GPT2LMHeadModel"], **fields).eval()
+    model.set_budget(0.5)
+
+    def alone(prompt, budget):
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=66, pad_token_id=0,
+            budget=budget,
+        )  # fmt: skip
+        return ids[0, len(prompt) :].tolist()
+
+    for budget in (1, [1, 0.5, 1], [0.5, 1, 1]):
+        found = together(model, budget, do_sample=False)
+        assert list(found) == ["req_0", "req_1", "req_2"]
+        budgets = budget if isinstance(budget, list) else [budget] * 3
+        expected = [alone(*each) for each in zip(PROMPTS, budgets, strict=True)]
+        assert [each.generated_tokens for each in found.values()] == expected
+        assert [each.request_id for each in found.values()] == list(found)
+    assert [alone(prompt, None) for prompt in PROMPTS] == [alone(prompt, 0.5) for prompt in PROMPTS]
+    assert [each.generated_tokens for each in together(model, do_sample=False).values()] == [
+        alone(prompt, 0.5) for prompt in PROMPTS
+    ]
+
+
+def test_several_sequences_of_requests_keep_their_names():
+    model = build(CASE["GPT2LMHeadModel"], **CASES["cct"]).eval()
+    found = together(model, [1, 0.5, 1], do_sample=True, num_return_sequences=2)
+    assert [name.split("__")[0] for name in found] == [f"req_{i}" for i in (0, 0, 1, 1, 2, 2)]
+    assert len(set(found)) == 6
+
+
+def test_budgets_that_do_not_fit():
+    model = build(CASE["GPT2LMHeadModel"], **CASES["cct"]).eval()
+    with pytest.raises(ValueError, match=r"budget must be one of .* \(got 0\.3\)"):
+        together(model, 0.3)
+    with pytest.raises(ValueError, match=r"one for each of the 3 requests \(got 2\)"):
+        together(model, [1, 0.5])
+    with pytest.raises(ValueError, match=r"model's budgets \[\] \(got 1\)"):
+        together(build(CASE["GPT2LMHeadModel"]).eval(), 1)

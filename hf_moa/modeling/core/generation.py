@@ -58,6 +58,47 @@ class GatedGenerationMixin(GenerationMixin, ModelMixin):
         own: Any = super()
         return own.init_continuous_batching(*args, **kwargs)
 
+    def generate_batch(self, inputs: Any, *args: Any, budget: Any = None, **kwargs: Any) -> Any:
+        """transformers' continuous batching, and:
+
+        Args:
+            budget: a number of `config.listed_budgets` for all requests, or a list with one for each.
+                Requests of a budget run together, one budget after the other. Default: what
+                `set_budget` chose, else the largest.
+
+        Raises:
+            ValueError: a budget that the model does not know; a list of another length; learned MAE
+                gates.
+        """
+        own: Any = super()
+        if budget is None:
+            return own.generate_batch(inputs, *args, **kwargs)
+        budgets = list(budget) if isinstance(budget, (list, tuple)) else [budget] * len(inputs)
+        if len(budgets) != len(inputs):
+            raise ValueError(
+                f"budget must be a number, or a list with one for each of the {len(inputs)} requests "
+                f"(got {len(budgets)})."
+            )
+        known = self.config.listed_budgets
+        if unknown := [each for each in budgets if each not in known]:
+            raise ValueError(f"budget must be one of the model's budgets {known} (got {unknown[0]!r}).")
+        results: dict[str, Any] = {}
+        model: Any = self
+        controls = model._budget_controls("generate_batch")
+        before = [control.budgets.chosen for control in controls]
+        try:
+            for each in dict.fromkeys(budgets):
+                places = [i for i, own_budget in enumerate(budgets) if own_budget == each]
+                model.set_budget(each)
+                found = own.generate_batch([inputs[i] for i in places], *args, **kwargs)
+                results |= _by_place(found, places)
+        finally:
+            for control, chosen in zip(controls, before, strict=True):
+                control.choose(chosen)
+        return dict(
+            sorted(results.items(), key=lambda item: int(item[0].split("__")[0].removeprefix("req_")))
+        )
+
     def _check_budget(self, budget: Any) -> None:
         """Refuse what the first forward would take, and a later one would not."""
 
@@ -135,3 +176,22 @@ class GatedGenerationMixin(GenerationMixin, ModelMixin):
             ):
                 processor.model = partial(self, budget=budget)  # it asks the model by itself
         return processors
+
+
+def _by_place(found: dict[str, Any], places: list[int]) -> dict[str, Any]:
+    """The results of some requests, by names of their places among all: "req_3"; of a request's further
+    sequences "req_3__child#0".
+
+    Raises:
+        RuntimeError: there are not as many as requests.
+    """
+    parents = list(dict.fromkeys(name.split("__")[0] for name in found))
+    if len(parents) != len(places):
+        raise RuntimeError(f"{len(places) - len(parents)} of {len(places)} requests have no result.")
+    names = dict(zip(parents, places, strict=True))
+    renamed = {}
+    for name, result in found.items():
+        parent, *child = name.split("__")
+        result.request_id = "__".join([f"req_{names[parent]}", *child])
+        renamed[result.request_id] = result
+    return renamed

@@ -33,7 +33,12 @@ class NestedHeads(nn.Module):
         query, key, value = layer.with_cached(call, query, key, value)
         if call.position_bias is not None:
             call = call._replace(position_bias=call.position_bias[:, :number])
+        if call.is_paged:  # pages have room for all heads
+            missing = layer.num_heads - number
+            query = nn.functional.pad(query, (0, 0, 0, missing))
+            key, value = (nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) for x in (key, value))
         context, attentions = layer.attend_to(call, query, key, value, mix)
+        context = context[:, :, :number]
         if budget is not None and budget.head_mask is not None:
             context = context * budget.head_mask
         mix = layer.mixture.take_heads(mix, number)
