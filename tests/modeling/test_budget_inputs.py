@@ -6,6 +6,7 @@ import torch
 from common import assert_same_with_gradients, batch, hidden, randomize, tiny_config
 from families import CASE, LANGUAGE_MODELS, main_output
 from peft import get_peft_model
+from transformers import GenerationConfig
 
 from hf_moa import FTGConfig, MoaBertForSequenceClassification, MoaBertModel, upcycle
 from hf_moa.modeling.cct.budgets import Budget
@@ -398,3 +399,26 @@ def test_untrained_gates_are_said_once(monkeypatch):
     trained(**inputs, budget=0.5)
     case.build(nested_budgets=[1, 0.5])(**inputs, budget=0.5)
     assert len(said) == 1
+
+
+def test_generation_configuration_names_a_budget():
+    """As `transformers serve` hands it on from a request's body; an argument goes first."""
+    for name, fields, budget in (
+        ("GPT2LMHeadModel", {"cct_budgets": [1, 0.5]}, 0.5),
+        ("T5ForConditionalGeneration", {"cct_budgets": [[1, 1], [1, 0.5]]}, [1, 0.5]),
+    ):
+        model = CASE[name].build(**fields)
+        ids = torch.arange(5, 11)[None]
+        own = tuple(budget) if isinstance(budget, list) else budget
+        expected, largest = (
+            model.generate(ids, max_new_tokens=8, do_sample=False, budget=each) for each in (own, None)
+        )
+        assert not torch.equal(expected, largest)
+        settings = GenerationConfig(max_new_tokens=8, do_sample=False, budget=budget)
+        assert torch.equal(model.generate(ids, generation_config=settings), expected)
+        assert torch.equal(model.generate(ids, settings), expected)
+        first = 1 if own == 0.5 else (1, 1)
+        assert torch.equal(model.generate(ids, generation_config=settings, budget=first), largest)
+        settings.budget = 0.3
+        with pytest.raises(ValueError, match="budget"):
+            model.generate(ids, generation_config=settings)

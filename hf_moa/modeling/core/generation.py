@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,23 @@ class GatedGenerationMixin(GenerationMixin, ModelMixin):
         Args:
             budget: CCT's compute budget in every step, as the model's forward takes it: a number of
                 `config.cct_budgets`, for T5 also a pair `(encoder, decoder)`, or a tensor with one
-                per sequence. Default: what `set_budget` chose, else the largest. An assistant keeps to
+                per sequence. Default: the `budget` of the generation configuration, where that has one
+                (as servers hand it on), what `set_budget` chose, else the largest. An assistant keeps to
                 its own: choose that with `assistant_model.set_budget`.
 
         Raises:
             ValueError: a budget that the model does not know; a budget without CCT; a cache that
                 cannot hold what the gates remember (MAE and CCT take dynamic and static ones).
         """
+        if len(args) == 2:  # by position
+            kwargs["generation_config"], args = args[1], args[:1]
+        settings: Any = kwargs.get("generation_config") or self.generation_config
+        if getattr(settings, "budget", None) is not None:
+            if budget is None:  # a pair is a list in JSON
+                budget = tuple(settings.budget) if isinstance(settings.budget, list) else settings.budget
+            # it would keep the argument from the model
+            kwargs["generation_config"] = settings = copy.copy(settings)
+            del settings.budget
         if budget is not None:
             # beams repeat the entries of every tensor, and a scalar has none
             is_scalar = isinstance(budget, Tensor) and budget.ndim == 0
