@@ -30,6 +30,9 @@ def _register(family: Family) -> None:
         getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
     tokenizer_class = getattr(transformers, family.tokenizer)
     transformers.AutoTokenizer.register(config_class, tokenizer_class, exist_ok=True)
+    for name in family.tasks.values():  # `transformers serve` looks there, by `config.architectures`
+        # not the module above: while it is imported, transformers puts another one in its place
+        setattr(sys.modules["transformers"], f"Moa{name}", family.gated_class(name))
     load_as_gated(family)
     # adapters of version 0.1 name the module of their base so
     sys.modules[f"hf_moa.modeling.modeling_{config_class.model_type}"] = family.models

@@ -1,5 +1,7 @@
 """The tables of class names by which transformers and other libraries decide what a model is."""
 
+import sys
+
 import pytest
 import torch
 from families import BERT, CASE, GPT2, T5
@@ -68,3 +70,9 @@ def test_no_library_takes_the_routers_for_mixtrals(family, name):
     assert name not in config.to_dict()
     with pytest.raises(AttributeError, match="carry_aux_loss"):
         getattr(config, name)
+
+
+def test_transformers_has_the_classes_by_name():
+    """`transformers serve` looks for `config.architectures[0]` there."""
+    for case in CASE.values():
+        assert getattr(sys.modules["transformers"], f"Moa{case.plain_name}") is case.gated

@@ -92,6 +92,9 @@ def test_several_sequences_of_requests_keep_their_names():
 
 
 def test_budgets_that_do_not_fit():
+    settings = GenerationConfig(max_new_tokens=2, budget=0.5)
+    with pytest.raises(ValueError, match=r"must have no budget in continuous batching.*\(got 0\.5\)"):
+        build(CASE["GPT2LMHeadModel"], **CASES["cct"]).generate_batch(PROMPTS, settings)
     model = build(CASE["GPT2LMHeadModel"], **CASES["cct"]).eval()
     with pytest.raises(ValueError, match=r"budget must be one of .* \(got 0\.3\)"):
         together(model, 0.3)

@@ -61,8 +61,16 @@ class GatedGenerationMixin(GenerationMixin, ModelMixin):
         """transformers', for `generate_batch` and servers.
 
         Raises:
-            ValueError: learned MAE gates, before a cache is made for them.
+            ValueError: learned MAE gates, or a budget in the generation configuration, before a cache is
+                made for them.
         """
+        given = args[0] if args else kwargs.get("generation_config")
+        budget = getattr(given or self.generation_config, "budget", None)
+        if budget is not None:
+            raise ValueError(
+                "The generation configuration must have no budget in continuous batching, whose requests "
+                f"share their steps (got {budget!r}): use generate_batch(..., budget=...) or set_budget."
+            )
         for module in self.modules():
             if isinstance(module, AttentionFlow):
                 module.refuse_packed_requests()
