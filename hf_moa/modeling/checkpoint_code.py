@@ -23,6 +23,17 @@ from .core.mechanism import mechanisms_of
 
 _ROOT = Path(__file__).parent
 _HEAD = "# The part of the package hf_moa that this checkpoint needs.\n\n"
+# An older transformers loads this code, too, and fails in it by chance.
+MINIMUM = (5, 12)
+_CHECK = f"""
+import transformers
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < {MINIMUM}:
+    raise ImportError(
+        "The code of this checkpoint needs transformers {MINIMUM[0]}.{MINIMUM[1]} or later (got "
+        f"{{transformers.__version__}}): pip install --upgrade transformers"
+    )
+"""
 
 
 def write_code(config: PreTrainedConfig, folder: str | Path, *, with_model: bool) -> None:
@@ -96,7 +107,7 @@ def _join(modules: list[Path], home: dict[Path, str]) -> str:
     first = _import("__future__", imports.pop("__future__"))
     whole = [f"import {name}" for name in sorted(imports.pop("", ()))]
     some = [_import(origin, names) for origin, names in sorted(imports.items())]
-    return _HEAD + "\n".join([first, "", *whole, *some, "", "", "\n\n".join(bodies)])
+    return _HEAD + "\n".join([first, _CHECK, *whole, *some, "", "", "\n\n".join(bodies)])
 
 
 def _import(origin: str, names: set[str]) -> str:

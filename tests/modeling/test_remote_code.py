@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 from families import CASE, CASES, LANGUAGE_MODELS, each_class, main_output
+from test_pipelines import tokenizer
+from transformers import pipeline
 from transformers.dynamic_module_utils import get_imports
 
 _WITHOUT_THE_PACKAGE = """
@@ -185,3 +187,31 @@ def test_package_knows_a_checkpoint_that_came_with_its_own_code(tmp_path):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+_PIPELINE = """
+import json, sys
+from transformers import pipeline
+
+folder, budget = sys.argv[1], float(sys.argv[2])
+classify = pipeline("text-classification", folder, trust_remote_code=True, top_k=None)
+assert "hf_moa" not in sys.modules
+classify.model.set_budget(budget)
+print(json.dumps(classify(["a head may be dropped", "which"])))
+"""
+
+
+@pytest.mark.slow
+def test_pipeline_of_the_carried_code_answers_as_the_packages(tmp_path):
+    case = CASE["BertForSequenceClassification"]
+    case.build(attention_type="mae", cct_budgets=[1, 0.5]).save_pretrained(tmp_path)
+    tokenizer(case).save_pretrained(tmp_path)
+    command = [sys.executable, "-c", _PIPELINE, str(tmp_path), "0.5"]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    classify = pipeline("text-classification", str(tmp_path), top_k=None, budget=0.5)
+    expected = classify(["a head may be dropped", "which"])
+    for own, theirs in zip(json.loads(found.stdout.splitlines()[-1]), expected, strict=True):
+        assert [each["label"] for each in own] == [each["label"] for each in theirs]
+        scores = [each["score"] for each in theirs]
+        assert [each["score"] for each in own] == pytest.approx(scores, abs=1e-6)

@@ -68,8 +68,8 @@ class GatedGenerationMixin(GenerationMixin, ModelMixin):
         budget = getattr(given or self.generation_config, "budget", None)
         if budget is not None:
             raise ValueError(
-                "The generation configuration must have no budget in continuous batching, whose requests "
-                f"share their steps (got {budget!r}): use generate_batch(..., budget=...) or set_budget."
+                "The generation configuration must have no budget in continuous batching: requests "
+                f"share their steps (got {budget!r}). Use generate_batch(..., budget=...) or set_budget."
             )
         for module in self.modules():
             if isinstance(module, AttentionFlow):
