@@ -32,7 +32,13 @@ def sentence_modules(source: str | Path) -> list[dict[str, Any]] | None:
         path = Path(source, MODULES)
         found: Any = path if path.is_file() else None
     else:
-        found = cached_file(str(source), MODULES, _raise_exceptions_for_missing_entries=False)
+        # where the Hub is out of reach, the checkpoint's own loading says so
+        found = cached_file(
+            str(source),
+            MODULES,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
     if found is None:
         return None
     modules = json.loads(Path(found).read_text(encoding="utf-8"))

@@ -23,7 +23,9 @@ class OneFileTensorBoard(TensorBoardCallback):
         super().on_log(args, state, control, logs, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.tb_writer is not None:
+        if state.is_hyper_param_search:  # each trial has a file
+            super().on_train_end(args, state, control, **kwargs)
+        elif self.tb_writer is not None:
             self.tb_writer.flush()
 
 

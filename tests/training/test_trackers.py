@@ -82,6 +82,18 @@ def test_a_second_training_goes_on_in_the_file(tmp_path):
     assert len(events_of(tmp_path).Scalars("train/loss")) == 5
 
 
+def test_trials_of_a_search_have_files_of_their_own(tmp_path):
+    trainer = trainer_of(tmp_path, attention_type="mae")
+    (callback,) = (c for c in trainer.callback_handler.callbacks if hasattr(c, "tb_writer"))
+    for trial in ("first", "second"):
+        trainer.state.is_hyper_param_search, trainer.state.trial_name = True, trial
+        state = trainer.state
+        callback.on_train_begin(trainer.args, state, trainer.control)
+        callback.on_log(trainer.args, state, trainer.control, logs={"loss": 1.0})
+        callback.on_train_end(trainer.args, state, trainer.control)
+    assert {path.parent.name for path in tmp_path.rglob("events.out.tfevents.*")} == {"first", "second"}
+
+
 def test_pairs_of_budgets_have_names(tmp_path):
     trainer = trainer_of(tmp_path, "t5", cct_budgets=[[1, 1], [1, 0.5]])
     trainer.compute_metrics = None
