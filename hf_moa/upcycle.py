@@ -62,7 +62,7 @@ def upcycle(
       a token uses one; routers start at zero, so that all weights are 1/k. k is the source's number of
       heads, N is 2k unless `num_attention_experts` says otherwise. With fewer heads of keys and values
       (`num_key_value_heads=1` is the paper's) it is something else, which **needs further training**:
-      one of them is the mean over a group of the source's, and routers start random.
+      one of them is the mean over a group of the source's.
 
     Args:
         model_or_path: a BERT, GPT-2 or T5 model or one of a relative of theirs, such as RoBERTa (see
@@ -121,11 +121,7 @@ def upcycle(
     if importance is not None:
         state = sort_by_importance(state, layout, importance, source)
     state = convert(state, layout, config)
-    model = build(target_class, config, state, source)
-    for mechanism in mechanisms_in(config):
-        if hasattr(part := mechanism.part("upcycling"), "start_gates"):
-            part.start_gates(model, source.config)
-    return model
+    return build(target_class, config, state, source)
 
 
 def _load(

@@ -9,6 +9,7 @@ from references import moa_attention
 
 from hf_moa import MoaBertModel
 from hf_moa.modeling.moa.projections import ExpertInput, ExpertOutput
+from hf_moa.modeling.routing.routers import TopKRouter
 
 
 def moa_layer(backbone="bert", *, heads=2, experts=5, head_dim=12, **fields):
@@ -155,3 +156,20 @@ def test_bad_executions_are_errors():
         CASE["BertModel"].build(attention_type="moa").set_moa_execution("fast")
     with pytest.raises(ValueError, match="set_moa_execution needs attention_type='moa'"):
         CASE["BertModel"].build().set_moa_execution("dense")
+
+
+@pytest.mark.parametrize("router_type", ["topk", "noisy_topk"])
+def test_routers_of_new_models_start_even_and_loaded_ones_as_they_were(router_type, tmp_path):
+    fields = {"attention_type": "moa", "router_type": router_type}
+    model = MoaBertModel(tiny_config(**fields))
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    assert len(routers) == 2
+    assert not any(router.gate.weight.any() for router in routers)
+    assert model.encoder.layer[0].attention.self.query.weight.std() > 0
+    with torch.no_grad():
+        for router in routers:
+            router.gate.weight.normal_()
+    model.save_pretrained(tmp_path)
+    loaded = MoaBertModel.from_pretrained(tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name

@@ -603,9 +603,9 @@ UPCYCLING = (
     ),
     Mutant(
         "upcycling-routers",
-        "routers do not start even where all heads keep their keys",
-        "modeling/moa/upcycling.py",
-        {"nn.init.zeros_(mixture.router.gate.weight)": "pass"},
+        "MoA's routers do not start even",
+        "modeling/moa/mixture.py",
+        {"init.zeros_(self.router.gate.weight)": "pass"},
         ("test_upcycle.py",),
         "moa_that_keeps_the_keys",
     ),

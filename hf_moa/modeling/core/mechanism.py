@@ -66,7 +66,7 @@ class Mechanism:
     def part(self, name: str) -> Any:
         """A module of the mechanism's folder; None where it has none of this name.
 
-        - `upcycling`: `default_fields`, `start_gates` (see `hf_moa/upcycle.py`), `convert_attention`,
+        - `upcycling`: `default_fields` (see `hf_moa/upcycle.py`), `convert_attention`,
           `convert_feed_forward` (see `hf_moa/pretrained_weights.py`)
         - `card`: what model cards say of it (see `hf_moa/model_card/mechanisms.py`)
         - `analysis`: its `Measure`s (see `hf_moa/analysis/measure.py`)

@@ -11,7 +11,7 @@ k/g experts of each. With as many groups as experts, N = k, and even weights it 
 The router decides G and w (`routing/routers.py`); the projections are `ExpertInput` and `ExpertOutput`.
 The weights w sum to 1, so a new model's Wo start k times as large as the backbone's: k experts together
 then have the scale of k heads. (The paper does not say how they start. Started at the backbone's scale,
-they learn far more slowly; see `examples/reproduce/moa_start.py`.)
+they learn far more slowly; see `examples/reproduce/moa_start.py`.) Routers start at zero.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from ..attention.multi_head import Linear, MultiHead
 from ..core.records import Record
@@ -62,6 +63,13 @@ class MixtureOfAttentionExperts(MultiHead):
             detach_normalizer=True,
             **({"num_groups": num_kv_heads} if num_kv_heads > 1 else {}),
         )
+        self.initialize()
+
+    def initialize(self, scales: Any = None) -> None:
+        """Start with a router that weighs all experts alike, as in the code that the paper's authors
+        published. Routers that start as other linear layers do gave worse perplexities, which differed
+        more between seeds (`model_cards/moa_routers.md`)."""
+        init.zeros_(self.router.gate.weight)
 
     @classmethod
     def from_config(

@@ -7,13 +7,10 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from hf_moa.modeling.core.fields import fail
 from hf_moa.pretrained_weights import AttentionWeights, head_size
-
-from .mixture import MixtureOfAttentionExperts
 
 
 def default_fields(given: dict[str, Any], source: Any) -> dict[str, Any]:
@@ -74,15 +71,3 @@ def convert_attention(weights: AttentionWeights, config: Any) -> AttentionWeight
         output=(of_experts(weights.output) * config.num_attention_heads).contiguous(),
         position_bias=None if position_bias is None else position_bias[:, experts],
     )
-
-
-def start_gates(model: PreTrainedModel, source: Any) -> None:
-    """Routers at zero where all heads of the source keep their keys: even weights make the model it.
-
-    Args:
-        model: the gated one.
-        source: the configuration of the pretrained model.
-    """
-    for mixture in (each for each in model.modules() if isinstance(each, MixtureOfAttentionExperts)):
-        if mixture.num_kv_heads == mixture.num_heads == source.num_attention_heads:
-            nn.init.zeros_(mixture.router.gate.weight)
