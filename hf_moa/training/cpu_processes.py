@@ -16,8 +16,10 @@ _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 
 def train_together_on_cpu() -> bool:
     """Whether this is one of several processes and there is no accelerator: `use_cpu` must then be true,
-    or each would train by itself."""
-    return _num_processes(os.environ) > 1 and not torch.accelerator.is_available()
+    or each would train by itself. (DeepSpeed joins them in its own way.)"""
+    is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1")
+    has_accelerator = torch.accelerator.is_available()
+    return _num_processes(os.environ) > 1 and not (is_deepspeed or has_accelerator)
 
 
 def warn_of_single_process() -> None:

@@ -37,6 +37,9 @@ def test_processes_share_a_cpu_only_without_accelerator(environment):
     for available in (False, True):
         environment.setattr(torch.accelerator, "is_available", lambda available=available: available)
         assert cpu_processes.train_together_on_cpu() is not available
+    environment.setattr(torch.accelerator, "is_available", lambda: False)
+    environment.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert not cpu_processes.train_together_on_cpu()
 
 
 def test_one_process_trains_as_ever(environment, tmp_path):
