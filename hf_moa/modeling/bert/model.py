@@ -19,7 +19,13 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
 from ..core.budget_groups import in_groups_of_budgets
 from ..core.gated_model import GatedModel
-from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
+from ..core.heads import (
+    QuestionAnswering,
+    SequenceClassification,
+    TaskHead,
+    TokenClassification,
+    output_of,
+)
 from ..core.masks import cross_masks, padding_mask_of, self_mask
 from ..core.one_token import OneToken, may_compute_one_token
 from ..core.outputs import (
@@ -293,10 +299,12 @@ class MoaBertForTokenClassification(TokenClassification, MoaBertPreTrainedModel)
         self.post_init()
 
 
-class MoaBertForReplacedTokenDetection(MoaBertPreTrainedModel):
+class MoaBertForReplacedTokenDetection(TaskHead, MoaBertPreTrainedModel):
     """Gated BERT with ELECTRA's discriminator: which tokens were replaced (Clark et al. 2020)."""
 
     accepts_loss_kwargs = False  # the loss is a mean over the batch's tokens
+    head_inputs = _INPUTS
+    output_class = MoaTokenClassifierOutput
 
     def __init__(self, config: MoaBertConfig):
         super().__init__(config)
@@ -306,17 +314,7 @@ class MoaBertForReplacedTokenDetection(MoaBertPreTrainedModel):
 
     @only_gates_learn_in_gate_phase
     @can_return_tuple
-    def forward(  # type: ignore[misc]
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        budget: float | Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MoaTokenClassifierOutput:
+    def forward(self, *, labels: Tensor | None = None, **inputs: Any) -> MoaTokenClassifierOutput:
         """See `MoaBertModel.forward`, and:
 
         Args:
@@ -326,25 +324,17 @@ class MoaBertForReplacedTokenDetection(MoaBertPreTrainedModel):
         Returns:
             `logits` `[B, T]`, above 0 for replaced tokens.
         """
-        outputs = self.bert(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            budget=budget,
-            return_dict=True,
-            **kwargs,
-        )
+        outputs = self.base_outputs(**inputs)
         logits = self.discriminator(outputs.last_hidden_state)
         loss = None
         if labels is not None:
-            is_real = torch.ones_like(logits) if attention_mask is None else attention_mask
+            mask = inputs.get("attention_mask")
+            is_real = torch.ones_like(logits) if mask is None else mask
             loss = nn.functional.binary_cross_entropy_with_logits(
                 logits, labels.to(logits.dtype), is_real.to(logits.dtype), reduction="sum"
             )
             loss = loss / is_real.sum()
-        return output_of(self, MoaTokenClassifierOutput, outputs, loss, logits=logits)
+        return self.head_output(outputs, loss, logits=logits)
 
 
 class MoaBertForQuestionAnswering(QuestionAnswering, MoaBertPreTrainedModel):
