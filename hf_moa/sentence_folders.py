@@ -28,17 +28,13 @@ def sentence_modules(source: str | Path) -> list[dict[str, Any]] | None:
     Raises:
         ValueError: the first module is no transformer, or a module's path leads out of the folder.
     """
-    if Path(source).is_dir():
-        path = Path(source, MODULES)
-        found: Any = path if path.is_file() else None
-    else:
-        # where the Hub is out of reach, the checkpoint's own loading says so
-        found = cached_file(
-            str(source),
-            MODULES,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+    # where the Hub is out of reach, the checkpoint's own loading says so
+    found = cached_file(
+        str(source),
+        MODULES,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
     if found is None:
         return None
     modules = json.loads(Path(found).read_text(encoding="utf-8"))
