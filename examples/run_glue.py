@@ -2,7 +2,7 @@
 baseline, or a checkpoint converted to mixture-of-heads attention (MAE, MoA) and conditional computation
 (CCT).
 
-The flags are those of transformers' own `run_glue.py` (but for `--dataset_name`), plus
+The flags are those of transformers' own `run_glue.py` (except `--dataset_name`), plus
 `GatingArguments`, `AdapterArguments` and `TeacherArguments`. Baseline, MAE, and CCT at three budgets,
 from the same checkpoint and the same fresh classifier:
 

@@ -250,7 +250,7 @@ def test_importance_sorts_and_extracts(relative):
         torch.testing.assert_close(small(**inputs).logits, logits, atol=1e-10, rtol=1e-10)
 
 
-# As their publishers wrote them, but for the sizes.
+# As published, with small sizes.
 PUBLISHED = {
     "roberta-base": {
         "architectures": ["RobertaForMaskedLM"],

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# set by whoever starts processes that belong together
+# set by launchers of several processes, such as torchrun and mpirun
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 

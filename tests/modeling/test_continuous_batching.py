@@ -30,7 +30,7 @@ def generate_together(model):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CASES)
-def test_requests_give_what_each_gives_alone(name, implementation):
+def test_requests_give_what_each_gives_by_itself(name, implementation):
     model = build(CASE["GPT2LMHeadModel"], **CASES[name]).eval()
     model.set_attn_implementation(implementation)
     expected = []
@@ -64,7 +64,7 @@ def test_budgets_of_requests(name):
     model = build(CASE["GPT2LMHeadModel"], **fields).eval()
     model.set_budget(0.5)
 
-    def alone(prompt, budget):
+    def by_itself(prompt, budget):
         ids = model.generate(
             torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=66, pad_token_id=0,
             budget=budget,
@@ -75,12 +75,14 @@ def test_budgets_of_requests(name):
         found = together(model, budget, do_sample=False)
         assert list(found) == ["req_0", "req_1", "req_2"]
         budgets = budget if isinstance(budget, list) else [budget] * 3
-        expected = [alone(*each) for each in zip(PROMPTS, budgets, strict=True)]
+        expected = [by_itself(*each) for each in zip(PROMPTS, budgets, strict=True)]
         assert [each.generated_tokens for each in found.values()] == expected
         assert [each.request_id for each in found.values()] == list(found)
-    assert [alone(prompt, None) for prompt in PROMPTS] == [alone(prompt, 0.5) for prompt in PROMPTS]
+    assert [by_itself(prompt, None) for prompt in PROMPTS] == [
+        by_itself(prompt, 0.5) for prompt in PROMPTS
+    ]
     assert [each.generated_tokens for each in together(model, do_sample=False).values()] == [
-        alone(prompt, 0.5) for prompt in PROMPTS
+        by_itself(prompt, 0.5) for prompt in PROMPTS
     ]
 
 
