@@ -37,7 +37,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, Subset
 from transformers import (
     AutoModelForCausalLM,
     EvalPrediction,
@@ -51,7 +50,13 @@ from hf_moa.recipes.command_line import optional, parse_arguments
 from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
 from hf_moa.recipes.teachers import TeacherArguments
-from hf_moa.recipes.text_blocks import TextBlocks, TextFileArguments, check_block_size, load_lines
+from hf_moa.recipes.text_blocks import (
+    TextBlocks,
+    TextFileArguments,
+    check_block_size,
+    first_samples,
+    load_lines,
+)
 from hf_moa.recipes.tokenizers import token_fields, train_text_tokenizer
 from hf_moa.recipes.trainer_runs import (
     data_for_card,
@@ -122,12 +127,6 @@ def evaluate(trainer: Trainer, blocks: TextBlocks, max_samples: int | None, pref
         metrics[f"{prefix}_lines"] = blocks.num_lines
         metrics[f"{prefix}_word_perplexity"] = math.exp(total_loss / blocks.num_words)
     write_metrics(trainer, prefix, metrics)
-
-
-def first_samples(blocks: TextBlocks, max_samples: int | None) -> Dataset:
-    if max_samples is None or max_samples >= len(blocks):
-        return blocks
-    return Subset(blocks, range(max_samples))
 
 
 def write_samples(trainer: Trainer, blocks: TextBlocks, data_args: DataTrainingArguments) -> None:

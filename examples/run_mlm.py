@@ -36,7 +36,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, Subset
 from transformers import AutoModelForMaskedLM, EvalPrediction, set_seed
 
 from hf_moa.modeling.core.task_losses import IGNORE_INDEX
@@ -51,7 +50,7 @@ from hf_moa.recipes.masked_text import (
 )
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
 from hf_moa.recipes.teachers import TeacherArguments
-from hf_moa.recipes.text_blocks import load_lines, load_splits
+from hf_moa.recipes.text_blocks import first_samples, load_lines, load_splits
 from hf_moa.recipes.tokenizers import token_fields
 from hf_moa.recipes.trainer_runs import (
     data_for_card,
@@ -95,20 +94,6 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         "accuracy": accuracy,
         "tokens": int(is_masked.sum()),
     }
-
-
-def first_samples(sequences: Dataset, max_samples: int | None) -> Dataset:
-    if max_samples is None or max_samples >= len(sequences):
-        return sequences
-    return FirstSequences(sequences, range(max_samples))
-
-
-class FirstSequences(Subset):
-    """Of which the masks change with the epoch, too."""
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
 
 
 def main(args: list[str] | None = None) -> None:

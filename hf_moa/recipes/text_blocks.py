@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_moa.modeling.core.task_losses import IGNORE_INDEX
@@ -112,6 +113,21 @@ class TextBlocks(Dataset):
         labels = self.ids[start:end].clone()
         labels[: first + 1 - start] = IGNORE_INDEX
         return {"input_ids": self.ids[start:end], "labels": labels}
+
+
+class FirstSamples(Subset):
+    """The first samples of a data set, which may differ from epoch to epoch, as masks do."""
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+def first_samples(samples: Any, max_samples: int | None) -> Any:
+    """The first `max_samples` of them; all where that is None or more than there are."""
+    if max_samples is None or max_samples >= len(samples):
+        return samples
+    return FirstSamples(samples, range(max_samples))
 
 
 def encode(

@@ -11,6 +11,7 @@ from script_runs import command_line, read_json
 from test_run_clm import made_up_lines
 from transformers import AutoModelForMaskedLM, AutoTokenizer, RobertaConfig, RobertaForMaskedLM
 
+from hf_moa.recipes import text_blocks
 from hf_moa.recipes.masked_text import MaskedTextArguments, masked_collator, masked_sets
 from hf_moa.recipes.text_blocks import load_lines
 
@@ -116,7 +117,7 @@ def test_resumed_run_equals_the_whole_one(arguments, tmp_path):
 def test_masks_change_with_the_epoch(arguments, monkeypatch):
     seen = {}
 
-    class Recorded(run_mlm.FirstSequences):
+    class Recorded(text_blocks.FirstSamples):
         def __getitem__(self, index):
             row = super().__getitem__(index)
             seen.setdefault(index, []).append(row["labels"])
@@ -125,7 +126,7 @@ def test_masks_change_with_the_epoch(arguments, monkeypatch):
         def __getitems__(self, indices):
             return [self[index] for index in indices]
 
-    monkeypatch.setattr(run_mlm, "FirstSequences", Recorded)
+    monkeypatch.setattr(text_blocks, "FirstSamples", Recorded)
     del arguments["max_steps"]
     run_mlm.main(command_line(arguments | {"num_train_epochs": 2, "max_train_samples": 8}))
     assert len(seen) == 8
