@@ -183,6 +183,7 @@ def test_commands_are_known():
         "python3 -m venv .venv ",
         "pip install ",
         "pytest ",
+        "TRANSFORMERS_CHECKOUT=../transformers pytest ",
         "python tests/mutants/run.py",
         "python tests/upstream/run_peft.py",
         "jupyter lab ",
