@@ -10,8 +10,9 @@ train every budget in each step:
 
 Every classifier is of this package, and computes its last layer for the first token only; times are of
 eval, in a phase of their own that wants a machine that does nothing else (`--phases latency`). Learning
-rates are those that `upcycled_minilm.py` chose for MiniLM with as many layers. A run that was stopped
-goes on where it was. The report, once or while runs are under way:
+rates are those that `upcycled_minilm.py` chose for MiniLM with as many layers. Models train in bf16
+autocast; `--precision float32` is faster on a processor without AVX-512, and each run says which it had.
+A run that was stopped goes on where it was. The report, once or while runs are under way:
 
     python examples/reproduce/minilm_budgets.py --report model_cards/minilm_budgets
 """
@@ -83,9 +84,11 @@ def latency_runs(results: Results) -> list[Settings]:
 def train(settings: Settings, options: argparse.Namespace) -> dict:
     """A run; its model is kept where it teaches, or is timed."""
     if settings["model"] == PLAIN or settings["seed"] == SEEDS[0]:
-        return _train(settings, options, model_folder(settings, options))
-    with tempfile.TemporaryDirectory() as folder:
-        return _train(settings, options, Path(folder))
+        measured = _train(settings, options, model_folder(settings, options))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            measured = _train(settings, options, Path(folder))
+    return measured | {"precision": options.precision}
 
 
 def model_folder(settings: Settings, options: argparse.Namespace) -> Path:
@@ -106,6 +109,7 @@ def _train(settings: Settings, options: argparse.Namespace, folder: Path) -> dic
     task, model = settings["task"], settings["model"]
     flags = {
         **TRAINING,
+        "bf16": options.precision == "bf16",
         **TASKS[task],
         **({} if options.data_dir is None else {"data_dir": options.data_dir}),
         "model_name_or_path": options.model_name_or_path,
@@ -296,7 +300,7 @@ EXPERIMENT = Experiment(
         "model_name_or_path": "a pretrained BERT of 6 layers",
         "models_dir": "where plain models are kept, and those of the first seed, to be timed",
     },
-    optional=GLUE_DIR,
+    optional={**GLUE_DIR, "precision": ("of training: bf16 or float32", "bf16")},
     plan=lambda: [TRAINING, OF_BUDGETS, TASKS, CUT, NESTED_LAYERS, BUDGETS, IMPORTANCE_EXAMPLES],
 )
 
