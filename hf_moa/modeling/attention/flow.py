@@ -379,6 +379,19 @@ class AttentionFlow(nn.Module):
         if self.gates is not None:
             self.gates.prepare_cache(place)
 
+    def spread_over(self, ranks: Any) -> None:
+        """Compute only this rank's heads; its projections have become those of these heads.
+
+        Raises:
+            ValueError: the ranks cannot have equal parts of the heads, or the gates cannot be shared.
+        """
+        self.num_heads = self.mixture.spread_over(ranks)
+        if self.mixture.num_kv_heads is None:
+            ranks.check("num_kv_heads", self.num_kv_heads)
+            self.num_kv_heads //= ranks.number
+        if self.gates is not None:
+            self.gates.spread_over(ranks)
+
     def count_macs(self, x: Tensor, *args: Any, **kwargs: Any) -> Macs:
         """Scores and weighted values."""
         length = x.shape[1]

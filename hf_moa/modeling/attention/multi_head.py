@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.parallel_plans import AttentionNames, Plan
+from ..core.ranks import ONE_RANK, Ranks
 from ..core.records import Record
 
 Linear = Callable[[int, int], nn.Module]
@@ -24,7 +26,8 @@ class MultiHead(nn.Module):
     - where tokens are skipped: `take` is the decision for some of the tokens, `no_mix` for one without a
       context;
     - where heads are: `take_heads` is the decision for the first ones;
-    - in generation: `prepare_cache`, and `remembers`, whether `route` needs something of earlier tokens.
+    - in generation: `prepare_cache`, and `remembers`, whether `route` needs something of earlier tokens;
+    - in tensor parallelism: `tensor_plan`, how the projections are split, and `spread_over`.
 
     Args:
         num_heads: h.
@@ -56,6 +59,9 @@ class MultiHead(nn.Module):
     has_plain_projections = True
     # whether a context's heads are normalised together, or each by itself
     has_joint_context = True
+
+    # what has a part of the heads
+    ranks: Ranks = ONE_RANK
 
     @property
     def num_position_biases(self) -> int:
@@ -97,11 +103,11 @@ class MultiHead(nn.Module):
 
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Any) -> Tensor:
         """`[B, T, d]` -> `[B, T, h, dh]`."""
-        return torch.unflatten(linear(hidden_states), -1, (self.num_heads, self.head_dim))
+        return torch.unflatten(linear(hidden_states), -1, (-1, self.head_dim))
 
     def position_bias(self, bias: Tensor, mix: Any) -> Tensor:
         """`[1, h, T, S]`, one bias per head, unchanged."""
-        return bias
+        return self.ranks.part(bias, 1)
 
     def output(self, linear: nn.Module, context: Tensor, mix: Any) -> Tensor:
         """`[B, T, h, dh]` -> `[B, T, d]`. In inference it may change the context in place."""
@@ -109,3 +115,22 @@ class MultiHead(nn.Module):
 
     def prepare_cache(self, place: Any) -> None:
         """Make an empty cache able to hold what `route` needs of earlier tokens."""
+
+    @classmethod
+    def tensor_plan(cls, names: AttentionNames) -> Plan:
+        """Each rank has some of the heads, with their part of every projection."""
+        kind = names.kind
+        plan = {names.query: kind.outputs(), names.output: kind.inputs()}
+        if names.fuses:
+            del plan[names.query]
+        return plan | {n: kind.outputs(parts + names.fuses) for n, parts in names.keys.items()}
+
+    def spread_over(self, ranks: Any) -> int:
+        """Take part of the heads, and return how many.
+
+        Raises:
+            ValueError: ranks would have different numbers of heads.
+        """
+        ranks.check("num_attention_heads", self.num_heads)
+        self.ranks = ranks
+        return self.num_heads // ranks.number

@@ -9,6 +9,7 @@ from transformers import BertConfig
 from ..config.gating import GatingConfig
 from ..config.head_dim import HeadDim
 from ..core.fields import check_activation, check_bool, check_int, check_number, fail
+from ..core.parallel_plans import AttentionNames, FeedForwardNames, ParallelNames
 
 
 class MoaBertConfig(GatingConfig, BertConfig):
@@ -119,6 +120,26 @@ class MoaBertConfig(GatingConfig, BertConfig):
         check_int(self, "relative_attention_num_buckets", minimum=4, optional=True)
         if self.relative_attention_num_buckets is not None and self.is_decoder:
             fail(self, "relative_attention_num_buckets", "must be None with is_decoder=True")
+
+    @property
+    def parallel_names(self) -> ParallelNames:
+        layer = "encoder.layer.*"
+        attention = [
+            AttentionNames(
+                layer=f"{layer}.{name}.self",
+                query=f"{layer}.{name}.self.query",
+                keys={f"{layer}.{name}.self.key": 1, f"{layer}.{name}.self.value": 1},
+                output=f"{layer}.{name}.output.dense",
+            )
+            for name in ("attention", "crossattention")
+        ]
+        feed_forward = FeedForwardNames(
+            layer=f"{layer}.feed_forward",
+            up=(f"{layer}.intermediate.dense",),
+            down=f"{layer}.output.dense",
+            gate=f"{layer}.feed_forward_gate",
+        )
+        return ParallelNames(("embeddings.word_embeddings",), tuple(attention), (feed_forward,))
 
     @property
     def has_plain_backbone(self) -> bool:

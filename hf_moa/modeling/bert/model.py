@@ -195,6 +195,9 @@ class MoaBertModel(MoaBertPreTrainedModel):
 class MoaBertForMaskedLM(MoaBertPreTrainedModel):
     """Gated BERT with a masked language modelling head."""
 
+    _tp_plan = dict.fromkeys(  # each process has a part of the vocabulary
+        ("cls.predictions.decoder", "cls.predictions.bias"), "colwise_gather_output"
+    )
     _tied_weights_keys = {  # noqa: RUF012
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",

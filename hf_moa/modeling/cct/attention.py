@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..attention.flow import Attended, AttentionCall, AttentionFlow
 from ..cache.gate_states import gated_layer
 from ..cache.place import CachePlace
+from ..core.ranks import ONE_RANK, Ranks
 from ..core.records import Record
 from .budgets import Budget
 from .compact_cache import spread_compact
@@ -94,6 +95,13 @@ class AttentionGates(nn.Module):
         self.context_norm = norm(num_heads * head_dim if joint_context else head_dim)
         self.context_dropout = nn.Dropout(context_dropout)
 
+    # what has a part of the heads
+    ranks: Ranks = ONE_RANK
+
+    def spread_over(self, ranks: Ranks) -> None:
+        """Gate the tokens of a rank's heads."""
+        self.ranks = ranks
+
     @property
     def is_soft(self) -> bool:
         """Whether the control networks decide softly: in training, if only theirs."""
@@ -150,13 +158,15 @@ class AttentionGates(nn.Module):
         key, value = self.key_norm(key), self.value_norm(value)
         if gate is None:
             return key, value
-        gate = gate.unsqueeze(-1).to(key.dtype)
+        gate = self.ranks.shared(gate).unsqueeze(-1).to(key.dtype)
         return key * gate, value * gate
 
     def gate_context(self, context: Tensor, gate: Tensor | None) -> Tensor:
         """`g_q Dropout(LN(a))` of `context` `[B, T, heads, dh]`; None for gates that are all open."""
         context = self.context_dropout(self.norm_context(context))
-        return context if gate is None else context * gate[..., None, None].to(context.dtype)
+        if gate is None:
+            return context
+        return context * self.ranks.shared(gate)[..., None, None].to(context.dtype)
 
     def norm_context(self, context: Tensor) -> Tensor:
         """`LN(a)` of `context` `[B, T, heads, dh]`."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..core.linear_slices import is_plain
 from ..core.macs import Macs
+from ..core.ranks import ONE_RANK, Ranks
 from ..core.records import Record
 from .budgets import Budget
 from .control import ControlNetwork
@@ -66,6 +67,13 @@ class FeedForwardGate(nn.Module):
         gates = self.control(hidden_states, budget)
         return gates, Record(use=FeedForwardUse(self.part_cost, gates, padding_mask))
 
+    # what has a part of each slice of the hidden activation
+    ranks: Ranks = ONE_RANK
+
+    def spread_over(self, ranks: Ranks) -> None:
+        """Gate a rank's part of each slice."""
+        self.ranks = ranks
+
     def choose_execution(self, gates: Tensor, budget: Budget | None = None) -> Execution:
         """How this call is computed."""
         if budget is not None and budget.is_plain:
@@ -81,6 +89,7 @@ class FeedForwardGate(nn.Module):
         is not gated. This is the form without extra LayerNorms.
         """
         parts = torch.unflatten(activation, -1, (self.num_splits, -1))
+        gates = self.ranks.shared(gates)
         return (parts * gates.unsqueeze(-1).to(parts.dtype)).flatten(-2)
 
     def compute(

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..attention.multi_head import MultiHead
 from ..core.budgets import BudgetList, PairedBudgets
+from ..core.parallel_plans import AttentionNames, FeedForwardNames, Plan, Projections
 from ..core.slots import GATINGS
 from .attention import AttentionGates
 from .budgets import BudgetControl
@@ -89,6 +90,27 @@ class CctGating:
             part_cost=matrices * hidden_size * active * (intermediate_size // num_splits),
             **_network_options(config),
         )
+
+    @staticmethod
+    def attention_plan(config: Any, names: AttentionNames, mixture: type[MultiHead]) -> Plan:
+        """How the norms are split, which normalise all heads' keys, values or contexts together."""
+        norms = [f"{names.layer}.cct.{kind}_norm" for kind in ("key", "value", "context")]
+        if not mixture.has_plain_projections:  # every rank has all keys, and uses them in part
+            kept = dict.fromkeys(names.keys, "replicate")
+            norms_of_keys = dict.fromkeys(norms[:2], "moa_shared_output")
+            return {**kept, **norms_of_keys, norms[2]: "moa_shared_parameters"}
+        return dict.fromkeys(norms, "moa_whole_norm") if config.cct_sublayer_norm else {}
+
+    @staticmethod
+    def feed_forward_plan(config: Any, names: FeedForwardNames) -> Plan:
+        """Each rank has a part of each of the M slices, or of each of the M networks."""
+        if config.ffn_type != "dense":
+            return {}
+        if not config.cct_sublayer_norm:
+            return names.dense(config.cct_num_ffn_splits) | {names.gate: "moa_spread"}
+        part, kind = f"{names.layer}.parts.*", Projections()
+        ups = (f"{part}.up", f"{part}.linear")
+        return {**dict.fromkeys(ups, kind.outputs()), f"{part}.down": kind.inputs()}
 
     @staticmethod
     def stack(config: Any) -> BudgetControl:

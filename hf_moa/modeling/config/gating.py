@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import logging
 
+from ..attention.multi_head import MultiHead
 from ..cct.mechanism import CCT, CctFields
 from ..core.fields import check_bool, check_choice, check_int, check_number, fail, is_budget
 from ..core.mechanism import (
@@ -30,6 +31,7 @@ from ..core.mechanism import (
     register,
 )
 from ..core.mixins import ConfigMixin
+from ..core.parallel_plans import ParallelNames, Plan, expert_plan, tensor_plan
 from ..mae.mechanism import MAE, MaeFields
 from ..moa.mechanism import MOA, MoaFields
 from ..moe.mechanism import MOE, MoeFields
@@ -270,6 +272,23 @@ class GatingConfig(
     def ffn_size(self) -> int:
         """Width of the feed-forward layer, whatever the backbone calls it."""
         raise NotImplementedError
+
+    @property
+    def parallel_names(self) -> ParallelNames:
+        """Which modules of the base model tensor and expert parallelism split."""
+        raise NotImplementedError
+
+    @property
+    def base_model_tp_plan(self) -> Plan | None:  # type: ignore[override]  # a constant of other models
+        """How tensor parallelism splits the base model, as transformers' engine asks for it: heads,
+        attention experts, neurons and the vocabulary over processes. It may name modules that this
+        model lacks."""
+        return tensor_plan(self, self.parallel_names, MultiHead)
+
+    @property
+    def base_model_ep_plan(self) -> Plan | None:  # type: ignore[override]  # the same
+        """How expert parallelism splits it: feed-forward experts over processes."""
+        return expert_plan(self, self.parallel_names)
 
     @property
     def embedding_width(self) -> int:

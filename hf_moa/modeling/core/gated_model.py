@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -64,6 +66,17 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         self._gates = [f".+{each.gate_name}" for each in mechanisms_of(config) if each.gate_name]
         kept = type(self)._keep_in_fp32_modules or ()
         self._keep_in_fp32_modules = {*kept, *self._gates}
+
+    def init_parallel_plans(self) -> None:
+        """As transformers', of the names that this model has: a configuration's plan is of the whole
+        family."""
+        super().init_parallel_plans()
+        found = chain(self.named_modules(), self.named_parameters())
+        names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in found}
+        self._tp_plan, self._ep_plan = (
+            {name: style for name, style in (plan or {}).items() if name in names}
+            for plan in (self._tp_plan, self._ep_plan)
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

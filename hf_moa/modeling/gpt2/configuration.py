@@ -9,6 +9,7 @@ from transformers import GPT2Config
 from ..config.gating import GatingConfig
 from ..config.head_dim import HeadDim
 from ..core.fields import check_activation, check_int
+from ..core.parallel_plans import AttentionNames, FeedForwardNames, ParallelNames, Projections
 
 
 class MoaGPT2Config(GatingConfig, GPT2Config):
@@ -56,6 +57,29 @@ class MoaGPT2Config(GatingConfig, GPT2Config):
         check_activation(self, "activation_function")
         if self.n_inner is not None:
             check_int(self, "n_inner", minimum=1)
+
+    @property
+    def parallel_names(self) -> ParallelNames:
+        kind = Projections(are_transposed=True)
+        attention = [
+            AttentionNames(
+                layer=f"h.*.{name}",
+                query=f"h.*.{name}.q_attn",
+                keys={f"h.*.{name}.c_attn": 2},
+                output=f"h.*.{name}.c_proj",
+                kind=kind,
+                fuses=name == "attn",
+            )
+            for name in ("attn", "crossattention")
+        ]
+        feed_forward = FeedForwardNames(
+            layer="h.*.mlp",
+            up=("h.*.mlp.c_fc",),
+            down="h.*.mlp.c_proj",
+            gate="h.*.mlp.gate",
+            kind=kind,
+        )
+        return ParallelNames(("wte",), tuple(attention), (feed_forward,))
 
     @property
     def ffn_size(self) -> int:

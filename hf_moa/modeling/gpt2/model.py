@@ -224,6 +224,7 @@ class MoaGPT2Model(MoaGPT2PreTrainedModel):
 class MoaGPT2LMHeadModel(MoaGPT2PreTrainedModel, GatedGenerationMixin):
     """Gated GPT-2 with a language modelling head, tied to the embeddings."""
 
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
 
     def __init__(self, config: MoaGPT2Config):

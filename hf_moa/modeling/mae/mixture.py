@@ -165,8 +165,8 @@ class MixtureOfHeads(MultiHead):
             place: the layer's in a cache, where causal gates find earlier tokens.
 
         Returns:
-            Head weights `[B, 1, h]` (or `[B, T, h]` where causal; None stands for ones), and the record
-            of the gate's distribution.
+            Weights of the rank's heads, `[B, 1, h]` (or `[B, T, h]` where causal; None stands for ones),
+            and the record of the gate's distribution.
         """
         past = None if place is None or not self.remembers else self._past(place)
         weights = self._expert_weights(hidden_states, padding_mask, past)
@@ -184,6 +184,7 @@ class MixtureOfHeads(MultiHead):
         elif self.gate is None:
             return None, record
         heads = head_weights(chosen, self.dropped, num_dropped=self.num_dropped)
+        heads = self.ranks.part(heads, -1)
         return (heads if self.is_causal else heads.unsqueeze(1)), record
 
     def take(self, mix: Tensor | None, subset: Any) -> Tensor | None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..attention.multi_head import Linear, MultiHead
+from ..core.parallel_plans import AttentionNames, Plan
 from ..core.records import Record
 from ..core.slots import MIXTURES
 from ..routing.routers import ROUTERS, Routing
@@ -114,7 +115,8 @@ class MixtureOfAttentionExperts(MultiHead):
         self, hidden_states: Tensor, padding_mask: Tensor | None, place: Any = None
     ) -> tuple[Routing, Record]:
         routing = self.router(hidden_states, padding_mask)
-        return routing, Record(routings=(routing,))
+        index, weight = self.ranks.own_experts(routing.index, routing.weight, self.num_experts)
+        return routing._replace(index=index, weight=weight), Record(routings=(routing,))
 
     def take(self, mix: Routing, subset: Any) -> Routing:
         """The routing of some of the tokens: their `index` and `weight` `[1, n, k]`."""
@@ -130,6 +132,7 @@ class MixtureOfAttentionExperts(MultiHead):
 
     def position_bias(self, bias: Tensor, mix: Routing) -> Tensor:
         """The chosen experts' biases: `[1, N, T, S]` -> `[B, k, T, S]`."""
+        bias = self.ranks.part(bias, 1)
         # shape: (B, T, k) -> (B, k, T, S)
         index = mix.index.transpose(1, 2).unsqueeze(-1)
         index = index.expand(-1, -1, -1, bias.shape[-1])
@@ -138,3 +141,15 @@ class MixtureOfAttentionExperts(MultiHead):
     def output(self, linear: nn.Module, context: Tensor, mix: Routing) -> Tensor:
         """`[B, T, k, dh]` -> `[B, T, d]`."""
         return linear(context, mix.index, mix.weight)
+
+    @classmethod
+    def tensor_plan(cls, names: AttentionNames) -> Plan:
+        """Each rank has some of the experts, and the keys that all share."""
+        plan = dict.fromkeys(names.keys, "moa_shared_output")
+        return plan | {names.query: "moa_expert_inputs", names.output: "moa_expert_outputs"}
+
+    def spread_over(self, ranks: Any) -> int:
+        """As all mixtures'. Each rank has k slots for a token, of which those of its experts count."""
+        ranks.check("num_attention_experts", self.num_experts)
+        self.ranks = ranks
+        return self.num_heads

@@ -152,6 +152,9 @@ class ExpertOutput(nn.Module):
     Shapes: `x` `[B, T, k, in]`, `index` and `weight` `[B, T, k]` -> `[B, T, out]`.
     """
 
+    # whether a token may name an expert in several slots, as where experts are spread over processes
+    slots_share_experts = False
+
     def __init__(
         self,
         *,
@@ -204,7 +207,8 @@ class ExpertOutput(nn.Module):
         # shape: (B, T, k, in) -> (B, T, N, in), zero where an expert was not chosen
         spread = weighted.new_zeros(*x.shape[:-2], self.num_experts, self.in_features)
         # in place, which spares a copy, unless a transform adds a dimension to only the experts
-        scatter = spread.scatter if is_transformed() else spread.scatter_
+        name = "scatter_add" if self.slots_share_experts else "scatter"
+        scatter = getattr(spread, name if is_transformed() else f"{name}_")
         spread = scatter(-2, chosen, weighted)
         # shape: (B, T, N * in) @ (N * in, out) -> (B, T, out)
         return spread.flatten(-2) @ self.weight.flatten(0, 1)

@@ -295,3 +295,10 @@ class SparseMoeFeedForward(nn.Module):
             routing.weight.flatten(0, -2).to(hidden_states.dtype),
         )
         return output.view(hidden_states.shape), Record(routings=(routing,))
+
+    @staticmethod
+    def expert_plan(layer: str) -> dict[str, str]:
+        """Each rank has some of the experts; see `core/parallel_plans.py`."""
+        names = ("up_proj", "gate_up_proj", "up_proj_bias", "down_proj", "down_proj_bias")
+        plan = {f"{layer}.experts.{name}": "grouped_gemm" for name in names}
+        return plan | {f"{layer}.experts": "ep_dispatch_experts"}

@@ -55,6 +55,17 @@ class NestedHeads(nn.Module):
             linear = partial(of_first_inputs, linear, size=size)  # type: ignore[assignment]  # calls do
         return layer.mixture.output(linear, attended.context, attended.mix)
 
+    def spread_over(self, ranks: Any) -> None:
+        """Refuse: the first heads would all be of the first ranks.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "tp_size must be 1 with nested_budgets, whose heads cannot be spread over processes (got "
+            f"{ranks.number}): extract(budget) gives a plain model, which can."
+        )
+
     def prepare_cache(self, place: CachePlace) -> None:
         """Nothing: a cache holds the heads that it is given."""
 

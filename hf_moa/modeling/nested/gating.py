@@ -45,6 +45,16 @@ class NestedGating:
         return NestedNeurons(intermediate_size)
 
     @staticmethod
+    def attention_plan(config: Any, names: Any, mixture: Any) -> dict[str, str]:
+        """Nothing: `NestedHeads` refuses."""
+        return {}
+
+    @staticmethod
+    def feed_forward_plan(config: Any, names: Any) -> dict[str, str]:
+        """The same."""
+        return {}
+
+    @staticmethod
     def stack(config: Any) -> NestedBudgets:
         """The budgets of a stack of layers."""
         return NestedBudgets(config.nested_budgets, shapes_of(config), half=config.budget_half)

@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 
 from ..config.gating import GatingConfig
 from ..core.fields import check_bool, check_int, fail, is_budget
+from ..core.parallel_plans import AttentionNames, FeedForwardNames, ParallelNames
 
 
 class MoaT5Config(GatingConfig, T5Config):
@@ -127,6 +128,28 @@ class MoaT5Config(GatingConfig, T5Config):
             return max(self.stack_budgets)
         largest = max(self.budget_pairs, key=lambda pair: (sum(pair), pair))
         return largest[1 if self.is_decoder else 0]
+
+    @property
+    def parallel_names(self) -> ParallelNames:
+        """Of a stack, and the embeddings of a model of two."""
+        layer = "block.*.layer.*"
+        attention = [
+            AttentionNames(
+                layer=f"{layer}.{name}",
+                query=f"{layer}.{name}.q",
+                keys={f"{layer}.{name}.k": 1, f"{layer}.{name}.v": 1},
+                output=f"{layer}.{name}.o",
+            )
+            for name in ("SelfAttention", "EncDecAttention")
+        ]
+        dense = f"{layer}.DenseReluDense"
+        feed_forward = FeedForwardNames(
+            layer=dense,
+            up=tuple(f"{dense}.{name}" for name in ("wi", "wi_0", "wi_1")),
+            down=f"{dense}.wo",
+            gate=f"{dense}.gate",
+        )
+        return ParallelNames(("shared", "embed_tokens"), tuple(attention), (feed_forward,))
 
     @property
     def ffn_size(self) -> int:

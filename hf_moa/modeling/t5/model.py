@@ -95,6 +95,7 @@ class MoaT5Model(MoaT5EncoderDecoder):
 class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
     """Gated T5 with a language modelling head on the decoder."""
 
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _tied_weights_keys = {  # noqa: RUF012
         **MoaT5EncoderDecoder._tied_weights_keys,
         "lm_head.weight": "shared.weight",

@@ -1,0 +1,222 @@
+"""How tensor parallelism splits the layers that transformers' own styles do not know.
+
+transformers' engine (`from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))`) asks a
+plan of names which style a module has; see `parallel_plans.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from .ranks import TensorRanks
+
+try:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+
+    HAS_STYLES = dist.is_available()
+except ImportError:  # an older transformers, or a torch without distributed training
+    HAS_STYLES = False
+    TensorParallelLayer = object  # type: ignore[assignment,misc]
+
+
+class Spread(TensorParallelLayer):
+    """A module that is told over which ranks its heads or neurons are spread: `spread_over`."""
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        module.spread_over(TensorRanks(mesh))
+        return module
+
+
+class _OwnShard(TensorParallelLayer):
+    """A style whose module computes with the rank's own part of its parameters."""
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return True
+
+    def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
+        """Where the rank's part of a parameter is; `number` is that of the ranks."""
+        raise NotImplementedError
+
+    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+        whole = module._parameters.get(param)
+        if whole is None:
+            return
+        placement = self.placement(module, param, whole.shape, mesh.size())
+        module._parameters[param] = nn.Parameter(
+            distribute_tensor(whole, mesh, [placement], src_data_rank=None),
+            requires_grad=whole.requires_grad,
+        )
+
+    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+        return args, kwargs
+
+
+class _Outputs(_OwnShard):
+    """Each rank makes some of a layer's outputs, of the whole input."""
+
+    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+        return (TensorRanks(mesh).shared(args[0]), *args[1:]), kwargs
+
+
+class _Inputs(_OwnShard):
+    """Each rank has some of a layer's inputs; their products are added up, then the bias."""
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        forward = module.forward
+
+        def summed(*args: Any, **kwargs: Any) -> Tensor:
+            bias = module._parameters.get("bias")
+            if bias is not None:  # it would be added once for each rank
+                module._parameters["bias"] = self.no_bias(module)
+            try:
+                with self.context_around_forward(module, mesh):
+                    own = forward(*args, **kwargs)
+            finally:
+                if bias is not None:
+                    module._parameters["bias"] = bias
+            total: Any = DTensor.from_local(own, mesh, [Partial()], run_check=False)
+            total = total.redistribute(placements=[Replicate()]).to_local()
+            return total if bias is None else total + bias.to_local()
+
+        module.forward = summed
+        return module
+
+    def no_bias(self, module: nn.Module) -> Tensor | None:
+        """What the module takes for no bias."""
+        return None
+
+
+class SlicedOutputs(_Outputs):
+    """Outputs of a linear layer or `Conv1D` that holds several matrices side by side: each of them over
+    all ranks.
+
+    Args:
+        parts: the number of matrices.
+    """
+
+    def __init__(self, parts: int):
+        self.parts = parts
+
+    def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
+        dim = len(shape) - 1 if isinstance(module, Conv1D) else 0
+        if shape[dim] % (self.parts * number):
+            raise ValueError(
+                f"The {shape[dim]} outputs of a {type(module).__name__} cannot be shared by "
+                f"tp_size={number}: each of their {self.parts} parts must be a multiple of it."
+            )
+        return Shard(dim) if self.parts == 1 else _StridedShard(dim, split_factor=self.parts)
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        if isinstance(module, Conv1D):
+            module.nf //= mesh.size()  # by which it forms its output
+        return super().install_forward(module, mesh)
+
+
+class SlicedInputs(_Inputs):
+    """Inputs of a linear layer or `Conv1D`; see `SlicedOutputs`."""
+
+    def __init__(self, parts: int):
+        self.parts = parts
+
+    def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
+        if name == "bias":
+            return Replicate()
+        dim = 0 if isinstance(module, Conv1D) else 1
+        return Shard(dim) if self.parts == 1 else _StridedShard(dim, split_factor=self.parts)
+
+    def no_bias(self, module: Any) -> Tensor | None:
+        # `Conv1D` adds one in any case
+        weight: Any = module.weight
+        return weight.to_local().new_zeros(module.nf) if isinstance(module, Conv1D) else None
+
+
+class ExpertInputs(_Outputs):
+    """`ExpertInput` of MoA: each rank has some of the experts."""
+
+    def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
+        return Shard(0)
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        module.num_experts //= mesh.size()
+        return super().install_forward(module, mesh)
+
+
+class ExpertOutputs(_Inputs):
+    """`ExpertOutput` of MoA: each rank adds up its own experts, and the ranks' sums are added."""
+
+    def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
+        return Replicate() if name == "bias" else Shard(0)
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        module.num_experts //= mesh.size()
+        module.slots_share_experts = True
+        return super().install_forward(module, mesh)
+
+
+class SharedOutput(TensorParallelLayer):
+    """A layer that every rank has, whose output the ranks use in part."""
+
+    def transform_output_post_forward(self, module: Any, output: Tensor, mesh: Any) -> Tensor:
+        return TensorRanks(mesh).shared(output)
+
+
+class WholeNorm(TensorParallelLayer):
+    """A norm of all heads together, each rank having some: it norms all of them, and keeps its own."""
+
+    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+        own = DTensor.from_local(args[0], mesh, [Shard(args[0].ndim - 1)], run_check=False)
+        return (own.redistribute(placements=[Replicate()]).to_local(), *args[1:]), kwargs
+
+    def transform_output_post_forward(self, module: Any, output: Tensor, mesh: Any) -> Tensor:
+        return TensorRanks(mesh).part(output, -1)
+
+
+class SharedParameters(TensorParallelLayer):
+    """A layer whose parameters every rank has, for its own heads."""
+
+    @contextmanager
+    def context_around_forward(self, module: Any, mesh: Any) -> Iterator[None]:
+        parameters = dict(module._parameters)
+        ranks = TensorRanks(mesh)
+        module._parameters.update(
+            {n: p if p is None else ranks.shared(p) for n, p in parameters.items()}
+        )
+        try:
+            yield
+        finally:
+            module._parameters.update(parameters)
+
+
+_SLICED = re.compile(r"moa_(inputs|outputs)_(\d+)")
+
+
+def register_styles(names: Any) -> None:
+    """Make known to transformers those of its styles' names that are of this file."""
+    styles: Any = ALL_PARALLEL_STYLES
+    for name in names:
+        if name in styles:
+            continue
+        if found := _SLICED.fullmatch(name):
+            sliced = SlicedInputs if found[1] == "inputs" else SlicedOutputs
+            styles.register(name, sliced(int(found[2])))
+        elif name in _STYLES:
+            styles.register(name, _STYLES[name]())
+
+
+_STYLES = {
+    "moa_spread": Spread,
+    "moa_expert_inputs": ExpertInputs,
+    "moa_expert_outputs": ExpertOutputs,
+    "moa_shared_output": SharedOutput,
+    "moa_shared_parameters": SharedParameters,
+    "moa_whole_norm": WholeNorm,
+}

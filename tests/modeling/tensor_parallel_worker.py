@@ -1,0 +1,163 @@
+"""What each process does in test_tensor_parallel.py: hold a model that is split over all of them to the
+whole one. It writes what failed, by scenario and property, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from families import LANGUAGE_MODELS
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+CASES = {case.family.name: case for case in LANGUAGE_MODELS}
+NOTHING_DRAWN = {"cct_noise_max": 0.0}
+
+
+class Scenario:
+    """The whole model and the split one, in float64."""
+
+    def __init__(self, name: str, fields: dict, parallel: dict, folder: Path):
+        self.case = CASES[name.split("-")[0]]
+        self.folder = folder / name
+        fields = self.case.family.no_dropout | fields
+        if dist.get_rank() == 0:
+            self.case.build(**fields).save_pretrained(self.folder)
+        dist.barrier()
+        self.whole = self.load()
+        self.split = self.load(distributed_config=DistributedConfig(**parallel))
+
+    def load(self, **kwargs):
+        return self.case.gated.from_pretrained(self.folder, dtype=torch.float64, **kwargs).eval()
+
+    @property
+    def budgets(self):
+        budgets = self.whole.config.cct_budgets or [None]
+        return [{"budget": tuple(b) if isinstance(b, list) else b} for b in (budgets[0], budgets[-1])]
+
+    def outputs(self, **inputs):
+        for model in (self.split, self.whole):
+            torch.manual_seed(1)
+            yield model(**self.case.inputs(), **inputs)
+
+    def is_split(self) -> None:
+        """Some parameters are, and no rank has much more than its share."""
+        parts = [p for p in self.split.parameters() if isinstance(p, DTensor)]
+        assert any(p.to_local().numel() < p.numel() for p in parts)
+
+    def forward(self) -> None:
+        for budget in self.budgets:
+            with torch.no_grad():
+                got, want = self.outputs(output_hidden_states=True, **budget)
+            equal(got.logits, want.logits)
+            hidden = "decoder_hidden_states" if self.case.family.name == "t5" else "hidden_states"
+            for one, other in zip(got[hidden], want[hidden], strict=True):
+                equal(one, other)
+
+    def sparse_forward(self) -> None:
+        """In eval only some tokens, where gates skip some."""
+        if self.whole.config.cct_budgets is None:
+            return
+        for model in (self.split, self.whole):
+            model.set_cct_execution("sparse")
+        self.forward()
+        self.generation()
+        for model in (self.split, self.whole):
+            model.set_cct_execution("auto")
+
+    def gradients(self) -> None:
+        for model in (self.split, self.whole):
+            model.train()
+        for budget in self.budgets:
+            got, want = self.outputs(**self.case.labels(), **budget)
+            equal(got.loss, want.loss)
+            for name in ("aux_loss", "task_loss"):
+                if want.get(name) is not None:
+                    equal(got[name], want[name])
+            for output in (got, want):
+                output.loss.backward()
+            whole = dict(self.whole.named_parameters())
+            for name, parameter in self.split.named_parameters():
+                found, expected = parameter.grad, whole[name].grad
+                if expected is None:
+                    assert found is None, name
+                    continue
+                assert found is not None, name
+                found = found.full_tensor() if isinstance(found, DTensor) else found
+                equal(found, expected, name)
+            for model in (self.split, self.whole):
+                model.zero_grad()
+        for model in (self.split, self.whole):
+            model.eval()
+
+    def generation(self) -> None:
+        if not self.whole.can_generate() or self.case.family.name == "bert":
+            return
+        inputs = self.case.inputs()
+        inputs.pop("decoder_input_ids", None)
+        if self.case.family.name == "gpt2":  # padding on the left
+            inputs = {name: x.flip(1) for name, x in inputs.items()}
+        for how in ({}, {"num_beams": 2}, {"use_cache": False}):
+            for budget in self.budgets:
+                options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False} | how | budget
+                got, want = (m.generate(**inputs, **options) for m in (self.split, self.whole))
+                assert torch.equal(got, want), (how, budget)
+
+    def training_step_and_saving(self) -> None:
+        """Parameters behind an update, as files of the split model have them."""
+        for model in (self.split, self.whole):
+            model.train()
+            torch.manual_seed(1)
+            model(**self.case.inputs(), **self.case.labels()).loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.eval()
+        self.split.save_pretrained(self.folder / "split")
+        dist.barrier()
+        saved = self.case.gated.from_pretrained(self.folder / "split", dtype=torch.float64)
+        state = saved.state_dict()
+        for name, tensor in self.whole.state_dict().items():
+            equal(state[name], tensor, name)
+
+
+PROPERTIES = (
+    "is_split",
+    "forward",
+    "sparse_forward",
+    "gradients",
+    "generation",
+    "training_step_and_saving",
+)
+
+
+def equal(got, want, message=None) -> None:
+    torch.testing.assert_close(
+        got, want, atol=1e-9, rtol=1e-9, msg=message and (lambda m: f"{message}: {m}")
+    )
+
+
+def main(folder: Path, scenarios: dict) -> None:
+    failed = {}
+    for name, (fields, parallel) in scenarios.items():
+        failed[name] = {}
+        try:
+            scenario = Scenario(name, fields, parallel, folder)
+        except Exception:
+            failed[name]["loading"] = traceback.format_exc()
+            continue
+        for each in PROPERTIES:
+            try:
+                getattr(scenario, each)()
+            except Exception:
+                failed[name][each] = traceback.format_exc()
+    (folder / f"failed-{dist.get_rank()}.json").write_text(json.dumps(failed))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    here = Path(sys.argv[1])
+    main(here, json.loads((here / "scenarios.json").read_text()))
+    dist.destroy_process_group()
