@@ -125,10 +125,10 @@ class Scenario:
 
 PROPERTIES = (
     "is_split",
+    "generation",  # first: sharded models prepare themselves in their first forward
     "forward",
     "sparse_forward",
     "gradients",
-    "generation",
     "training_step_and_saving",
 )
 

@@ -139,7 +139,9 @@ class MoaBertConfig(GatingConfig, BertConfig):
             down=f"{layer}.output.dense",
             gate=f"{layer}.feed_forward_gate",
         )
-        return ParallelNames(("embeddings.word_embeddings",), tuple(attention), (feed_forward,))
+        return ParallelNames(
+            "encoder.layer.*", ("embeddings.word_embeddings",), tuple(attention), (feed_forward,)
+        )
 
     @property
     def has_plain_backbone(self) -> bool:

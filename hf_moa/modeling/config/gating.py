@@ -291,6 +291,12 @@ class GatingConfig(
         return expert_plan(self, self.parallel_names)
 
     @property
+    def base_model_fsdp_plan(self) -> Plan:  # type: ignore[override]  # the same
+        """How FSDP version 2 shards it: layer by layer. Embeddings, which heads share, stay with the
+        model as a whole."""
+        return {self.parallel_names.layers: "free_full_weight"}
+
+    @property
     def embedding_width(self) -> int:
         """Size of the tokens' embeddings, to which control symbols are added."""
         return self.hidden_size

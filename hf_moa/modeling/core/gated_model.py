@@ -73,9 +73,9 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         super().init_parallel_plans()
         found = chain(self.named_modules(), self.named_parameters())
         names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in found}
-        self._tp_plan, self._ep_plan = (
+        self._tp_plan, self._ep_plan, self._fsdp_plan = (
             {name: style for name, style in (plan or {}).items() if name in names}
-            for plan in (self._tp_plan, self._ep_plan)
+            for plan in (self._tp_plan, self._ep_plan, self._fsdp_plan)
         )
 
     @classmethod

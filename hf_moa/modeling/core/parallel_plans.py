@@ -80,8 +80,9 @@ class FeedForwardNames:
 
 @dataclass(frozen=True)
 class ParallelNames:
-    """Modules of a base model: `embeddings` of the vocabulary, and those of its layers."""
+    """Modules of a base model: its layers, `embeddings` of the vocabulary, and those in its layers."""
 
+    layers: str
     embeddings: tuple[str, ...]
     attention: tuple[AttentionNames, ...]
     feed_forward: tuple[FeedForwardNames, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 try:
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
     from torch.distributed.tensor import DTensor
 except ImportError:
 
@@ -13,5 +13,8 @@ except ImportError:
     class DTensor:  # type: ignore[no-redef]  # the same
         """A tensor that is sharded."""
 
+    def register_fsdp_forward_method(module, method_name) -> None:  # type: ignore[misc]  # the same
+        """Let a method see the whole of a sharded model."""
 
-__all__ = ["DTensor", "FSDPModule"]
+
+__all__ = ["DTensor", "FSDPModule", "register_fsdp_forward_method"]

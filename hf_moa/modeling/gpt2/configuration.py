@@ -79,7 +79,7 @@ class MoaGPT2Config(GatingConfig, GPT2Config):
             gate="h.*.mlp.gate",
             kind=kind,
         )
-        return ParallelNames(("wte",), tuple(attention), (feed_forward,))
+        return ParallelNames("h.*", ("wte",), tuple(attention), (feed_forward,))
 
     @property
     def ffn_size(self) -> int:

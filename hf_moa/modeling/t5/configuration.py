@@ -149,7 +149,7 @@ class MoaT5Config(GatingConfig, T5Config):
             down=f"{dense}.wo",
             gate=f"{dense}.gate",
         )
-        return ParallelNames(("shared", "embed_tokens"), tuple(attention), (feed_forward,))
+        return ParallelNames("block.*", ("shared", "embed_tokens"), tuple(attention), (feed_forward,))
 
     @property
     def ffn_size(self) -> int:

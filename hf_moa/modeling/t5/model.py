@@ -27,6 +27,7 @@ from ..core.outputs import (
     MoaSeq2SeqQuestionAnsweringOutput,
     MoaSeq2SeqSequenceClassifierOutput,
 )
+from ..core.sharding import FSDPModule, register_fsdp_forward_method
 from ..core.task_losses import token_loss, token_share, up_to_last_label
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
 from .configuration import MoaT5Config
@@ -106,6 +107,15 @@ class MoaT5ForConditionalGeneration(MoaT5EncoderDecoder, GatedGenerationMixin):
         self.model_dim = config.d_model
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
+
+    def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', which calls the encoder by itself: FSDP then has to gather what the encoder
+        shares with the model as a whole."""
+        name = "_maybe_prepare_encoder_kwargs_for_generation"
+        if isinstance(self, FSDPModule) and name not in vars(self):
+            register_fsdp_forward_method(self, name)
+            return getattr(self, name)(*args, **kwargs)
+        return super()._maybe_prepare_encoder_kwargs_for_generation(*args, **kwargs)  # type: ignore[misc]  # a model
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Labels `[B, T]`, shifted right behind the start token."""
