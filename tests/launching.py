@@ -1,4 +1,4 @@
-"""Two processes on the CPU, for tests of distributed training."""
+"""Several processes on the CPU, for tests of distributed training."""
 
 import os
 import subprocess
@@ -15,18 +15,29 @@ def launch(script, *arguments, how=DATA_PARALLEL, environment=None, timeout=300)
         how: options of `accelerate launch`.
         environment: variables other than those of data parallelism.
     """
+    command = [
+        *("accelerate.commands.launch", *how, "--num_processes", "2"),
+        *("--main_process_port", "0", "--mixed_precision", "no"),
+    ]
+    variables = {"ACCELERATE_USE_CPU": "true"} if environment is None else environment
+    return _run([*command, script, *arguments], variables, timeout)
+
+
+def launch_ranks(number, script, *arguments, timeout=300):
+    """Run a script in some processes on the CPU, as `torchrun` does."""
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node", number]
+    return _run([*command, script, *arguments], {}, timeout)
+
+
+def _run(command, variables, timeout):
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")]),
-        **({"ACCELERATE_USE_CPU": "true"} if environment is None else environment),
+        **variables,
     }
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", *how, "--num_processes", "2"),
-        *("--main_process_port", "0", "--mixed_precision", "no"),
-        *(str(script), *map(str, arguments)),
-    ]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+        [sys.executable, "-m", *map(str, command)],
+        env=environment, capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout

@@ -10,6 +10,7 @@ from hf_moa.training import MoaTrainingArguments, cpu_processes
 
 @pytest.fixture
 def environment(monkeypatch):
+    cpu_processes.logger.warning_once.cache_clear()  # an earlier run may have warned
     for name in (*cpu_processes._SIZES, "MASTER_ADDR", "ACCELERATE_DYNAMO_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch

@@ -120,7 +120,7 @@ class MultiHead(nn.Module):
     def tensor_plan(cls, names: AttentionNames) -> Plan:
         """Each rank has some of the heads, with their part of every projection."""
         kind = names.kind
-        plan = {names.query: kind.outputs(), names.output: kind.inputs()}
+        plan = {names.query: kind.outputs(), names.output: kind.inputs}
         if names.fuses:
             del plan[names.query]
         return plan | {n: kind.outputs(parts + names.fuses) for n, parts in names.keys.items()}

@@ -67,11 +67,11 @@ class FeedForwardGate(nn.Module):
         gates = self.control(hidden_states, budget)
         return gates, Record(use=FeedForwardUse(self.part_cost, gates, padding_mask))
 
-    # what has a part of each slice of the hidden activation
+    # what has some of the neurons
     ranks: Ranks = ONE_RANK
 
     def spread_over(self, ranks: Ranks) -> None:
-        """Gate a rank's part of each slice."""
+        """Gate a rank's neurons."""
         self.ranks = ranks
 
     def choose_execution(self, gates: Tensor, budget: Budget | None = None) -> Execution:
@@ -88,8 +88,8 @@ class FeedForwardGate(nn.Module):
         `W2 (g * act(W1 x))` is the gated sum of the parts that share the layer's matrices; its bias
         is not gated. This is the form without extra LayerNorms.
         """
-        parts = torch.unflatten(activation, -1, (self.num_splits, -1))
-        gates = self.ranks.shared(gates)
+        gates = self.ranks.slices(gates)
+        parts = torch.unflatten(activation, -1, (gates.shape[-1], -1))
         return (parts * gates.unsqueeze(-1).to(parts.dtype)).flatten(-2)
 
     def compute(

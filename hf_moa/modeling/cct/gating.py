@@ -103,14 +103,15 @@ class CctGating:
 
     @staticmethod
     def feed_forward_plan(config: Any, names: FeedForwardNames) -> Plan:
-        """Each rank has a part of each of the M slices, or of each of the M networks."""
+        """Each rank has some of the neurons: of the M slices one after the other, of the M networks some
+        of each."""
         if config.ffn_type != "dense":
             return {}
         if not config.cct_sublayer_norm:
-            return names.dense(config.cct_num_ffn_splits) | {names.gate: "moa_spread"}
+            return names.dense | {names.gate: "moa_spread"}
         part, kind = f"{names.layer}.parts.*", Projections()
         ups = (f"{part}.up", f"{part}.linear")
-        return {**dict.fromkeys(ups, kind.outputs()), f"{part}.down": kind.inputs()}
+        return {**dict.fromkeys(ups, kind.outputs()), f"{part}.down": kind.inputs}
 
     @staticmethod
     def stack(config: Any) -> BudgetControl:

@@ -27,12 +27,13 @@ class Projections:
     are_transposed: bool = False
 
     def outputs(self, parts: int = 1) -> str:
-        """Of a layer whose outputs are split, in each of `parts` matrices side by side."""
-        return f"moa_outputs_{parts}" if self.are_transposed or parts > 1 else "colwise"
+        """Of a layer whose outputs are split, in each of `parts` matrices side by side (of `Conv1D`)."""
+        return f"moa_outputs_{parts}" if self.are_transposed else "colwise"
 
-    def inputs(self, parts: int = 1) -> str:
+    @property
+    def inputs(self) -> str:
         """Of one whose inputs are."""
-        return f"moa_inputs_{parts}" if self.are_transposed or parts > 1 else "rowwise"
+        return "moa_inputs" if self.are_transposed else "rowwise"
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,10 @@ class FeedForwardNames:
     gate: str
     kind: Projections = Projections()
 
-    def dense(self, parts: int = 1) -> Plan:
-        """Each rank has some of the neurons, of each of `parts` slices as many."""
-        return {**dict.fromkeys(self.up, self.kind.outputs(parts)), self.down: self.kind.inputs(parts)}
+    @property
+    def dense(self) -> Plan:
+        """Each rank has some of the neurons."""
+        return {**dict.fromkeys(self.up, self.kind.outputs()), self.down: self.kind.inputs}
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def tensor_plan(config: Any, names: ParallelNames, mixture: Any) -> Plan | None:
         if gating is not None:
             plan |= gating.feed_forward_plan(config, layer)
         elif FEED_FORWARDS.of(config) is None:
-            plan |= layer.dense()
+            plan |= layer.dense
     register_styles(plan.values())
     return plan
 

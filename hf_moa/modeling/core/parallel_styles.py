@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from .ranks import TensorRanks
 
@@ -96,8 +95,8 @@ class _Inputs(_OwnShard):
 
 
 class SlicedOutputs(_Outputs):
-    """Outputs of a linear layer or `Conv1D` that holds several matrices side by side: each of them over
-    all ranks.
+    """Outputs of a `Conv1D` that holds several matrices side by side: each of them over all ranks.
+    (Every rank has the whole bias, which FSDP could not shard further.)
 
     Args:
         parts: the number of matrices.
@@ -107,36 +106,40 @@ class SlicedOutputs(_Outputs):
         self.parts = parts
 
     def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
-        dim = len(shape) - 1 if isinstance(module, Conv1D) else 0
-        if shape[dim] % (self.parts * number):
+        if shape[-1] % (self.parts * number):
             raise ValueError(
-                f"The {shape[dim]} outputs of a {type(module).__name__} cannot be shared by "
-                f"tp_size={number}: each of their {self.parts} parts must be a multiple of it."
+                f"The {shape[-1]} outputs of a {type(module).__name__} cannot be shared by "
+                f"tp_size={number}: each of its {self.parts} matrices must have a multiple of it."
             )
-        return Shard(dim) if self.parts == 1 else _StridedShard(dim, split_factor=self.parts)
+        if name == "bias":
+            return Replicate()
+        return Shard(1) if self.parts == 1 else _StridedShard(1, split_factor=self.parts)
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
-        if isinstance(module, Conv1D):
-            module.nf //= mesh.size()  # by which it forms its output
+        module.nf //= mesh.size()  # by which it forms its output
         return super().install_forward(module, mesh)
+
+    @contextmanager
+    def context_around_forward(self, module: Any, mesh: Any) -> Iterator[None]:
+        with super().context_around_forward(module, mesh):
+            whole = module._parameters["bias"]
+            own = TensorRanks(mesh).part(whole.view(self.parts, -1), 1).flatten()
+            module._parameters["bias"] = own
+            try:
+                yield
+            finally:
+                module._parameters["bias"] = whole
 
 
 class SlicedInputs(_Inputs):
-    """Inputs of a linear layer or `Conv1D`; see `SlicedOutputs`."""
-
-    def __init__(self, parts: int):
-        self.parts = parts
+    """Inputs of a `Conv1D`."""
 
     def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
-        if name == "bias":
-            return Replicate()
-        dim = 0 if isinstance(module, Conv1D) else 1
-        return Shard(dim) if self.parts == 1 else _StridedShard(dim, split_factor=self.parts)
+        return Replicate() if name == "bias" else Shard(0)
 
     def no_bias(self, module: Any) -> Tensor | None:
-        # `Conv1D` adds one in any case
-        weight: Any = module.weight
-        return weight.to_local().new_zeros(module.nf) if isinstance(module, Conv1D) else None
+        # it adds one in any case
+        return module.weight.to_local().new_zeros(module.nf)
 
 
 class ExpertInputs(_Outputs):
@@ -196,7 +199,7 @@ class SharedParameters(TensorParallelLayer):
             module._parameters.update(parameters)
 
 
-_SLICED = re.compile(r"moa_(inputs|outputs)_(\d+)")
+_SLICED = re.compile(r"moa_outputs_(\d+)")
 
 
 def register_styles(names: Any) -> None:
@@ -206,14 +209,14 @@ def register_styles(names: Any) -> None:
         if name in styles:
             continue
         if found := _SLICED.fullmatch(name):
-            sliced = SlicedInputs if found[1] == "inputs" else SlicedOutputs
-            styles.register(name, sliced(int(found[2])))
+            styles.register(name, SlicedOutputs(int(found[1])))
         elif name in _STYLES:
             styles.register(name, _STYLES[name]())
 
 
 _STYLES = {
     "moa_spread": Spread,
+    "moa_inputs": SlicedInputs,
     "moa_expert_inputs": ExpertInputs,
     "moa_expert_outputs": ExpertOutputs,
     "moa_shared_output": SharedOutput,

@@ -7,6 +7,7 @@ is the sum of what the ranks' parts give.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ class Ranks:
     def part(self, x: Tensor, dim: int) -> Tensor:
         """The rank's part of `x`, which is the same on all ranks and has all parts along `dim`."""
         return x
+
+    def slices(self, gates: Tensor) -> Tensor:
+        """Gates `[..., M]` of slices side by side -> those of the rank's neurons, in slices of one size,
+        which may be smaller."""
+        return gates
 
     def own_experts(self, index: Tensor, weight: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         """The chosen experts `[..., k]` and their weights as the rank has them: numbered from its first
@@ -61,6 +67,10 @@ class TensorRanks(Ranks):
     def part(self, x: Tensor, dim: int) -> Tensor:
         size = x.shape[dim] // self.number
         return self.shared(x).narrow(dim, self._first(size), size)
+
+    def slices(self, gates: Tensor) -> Tensor:
+        finer = self.number // math.gcd(self.number, gates.shape[-1])
+        return self.part(gates.repeat_interleave(finer, dim=-1), -1)
 
     def own_experts(self, index: Tensor, weight: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         size = num_experts // self.number

@@ -1,0 +1,180 @@
+"""Models that transformers' engine splits over processes compute and learn what whole ones do: by tensor
+and expert parallelism, FSDP version 2, and combinations of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import BERT, CASE, GPT2, LANGUAGE_MODELS, T5, each_variant_but
+from launching import launch_ranks
+from transformers.distributed.parallel_utils import _get_parameter_plan
+
+from hf_moa.modeling.core.ranks import TensorRanks
+
+FAMILIES = {family.name: family for family in (BERT, GPT2, T5)}
+TP_2 = {"tp_size": 2}
+TP_4 = {"tp_size": 4}
+TP_2_EP_2 = {"tp_size": 2, "ep_size": 2}
+FSDP_2 = {"fsdp_size": 2}
+FSDP_2_EP_2 = {"fsdp_size": 2, "ep_size": 2}
+HSDP = {"dp_replicate_size": 2, "fsdp_size": 2}
+TP_2_FSDP_2 = {"tp_size": 2, "fsdp_size": 2}
+TP_2_FSDP_2_EP_4 = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
+# more experts than 4 processes
+MORE_EXPERTS = {"moa": {"num_attention_experts": 8}}
+
+# each mechanism, on two processes
+FEW = {
+    "bert-mae-2": TP_2,
+    "gpt2-mae-cct": TP_2,
+    "gpt2-moe": TP_2_EP_2,
+    "t5-mha": FSDP_2,
+    "t5-moa-moe-cct": TP_2,
+}
+ON_2 = {
+    "bert-cct-plain": TP_2,
+    "bert-moa-moe-cct": FSDP_2,
+    "bert-moe": FSDP_2_EP_2,
+    "gpt2-mae-1": FSDP_2,
+    "t5-moa-moe-cct": TP_2_EP_2,
+    "t5-moe-gated-gelu": FSDP_2_EP_2,
+    "t5-mae-gated-gelu": TP_2,
+}
+ON_4 = {
+    "bert-mae-2": TP_4,
+    "bert-moe": TP_2_FSDP_2_EP_4,
+    "gpt2-moa": TP_4,
+    "gpt2-cct-plain": TP_2_FSDP_2,
+    "gpt2-moe": FSDP_2_EP_2 | {"dp_replicate_size": 2},
+    "t5-moa": TP_2_FSDP_2,
+    "t5-cct": TP_4,
+    "t5-mae-1": HSDP,
+}
+# what is refused
+LEFT_OUT = ("mae-nested",)
+ALL_ON_2 = {
+    f"{case.family.name}-{name}": TP_2
+    for case in LANGUAGE_MODELS
+    for name in case.family.variants
+    if name not in LEFT_OUT
+}
+
+
+def run(scenarios, number, folder):
+    """What failed, by scenario and property; the same on every process."""
+    rows = {}
+    for scenario, parallel in scenarios.items():
+        family, _, variant = scenario.partition("-")
+        fields = FAMILIES[family].variants[variant]
+        rows[scenario] = (fields | MORE_EXPERTS.get(variant, {}), parallel)
+    (folder / "scenarios.json").write_text(json.dumps(rows))
+    launch_ranks(number, Path(__file__).with_name("tensor_parallel_worker.py"), folder, timeout=900)
+    failed = [json.loads((folder / f"failed-{rank}.json").read_text()) for rank in range(number)]
+    return {name: [each[name] for each in failed if each[name]] for name in scenarios}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of a set of scenarios, which one launch runs."""
+    found = {}
+
+    def of(name, scenarios, number):
+        if name not in found:
+            found[name] = run(scenarios, number, tmp_path_factory.mktemp(name))
+        return found[name]
+
+    return of
+
+
+@pytest.mark.parametrize("scenario", FEW)
+def test_split_over_two_processes(scenario, results):
+    assert results("few", FEW, 2)[scenario] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ON_2)
+def test_other_forms_on_two_processes(scenario, results):
+    assert results("two", ON_2, 2)[scenario] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ON_4)
+def test_forms_combined_on_four_processes(scenario, results):
+    assert results("four", ON_4, 4)[scenario] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scenario", ALL_ON_2)
+def test_every_variant_on_two_processes(scenario, results):
+    assert results("all", ALL_ON_2, 2)[scenario] == []
+
+
+# matrices of a layer that every process has whole: what decides, and norms
+WHOLE = ("gate.", "router.", "control.", "norm", "Norm", "ln_", "relative_attention_bias")
+
+
+@each_variant_but(**dict.fromkeys(FAMILIES, {*LEFT_OUT}))
+def test_every_matrix_of_a_layer_has_a_place(case, fields):
+    """In the plan of tensor parallelism, or of expert parallelism; and no name that the model lacks."""
+    with torch.device("meta"):
+        model = case.gated(case.config(**fields))
+    # MoA's keys and values are shared by all experts
+    shared = ("self.key", "self.value", "c_attn", ".k.", ".v.") if "moa" in fields.values() else ()
+    plan = model.tp_plan | model.ep_plan
+    for name, parameter in model.named_parameters():
+        is_of_layer = any(part.isdigit() for part in name.split("."))
+        if is_of_layer and parameter.ndim > 1 and not any(word in name for word in (*WHOLE, *shared)):
+            assert _get_parameter_plan(name, plan) is not None, name
+    model._validate_parallel_plan(plan, set(plan.values()), "tp_plan", names=_names(model))
+    assert set(plan) <= _names(model)
+    assert set(model.fsdp_plan) <= _names(model)
+
+
+def _names(model):
+    found = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    return {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in found}
+
+
+class Mesh:
+    """The first of some ranks."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def size(self):
+        return self.number
+
+    def get_local_rank(self):
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "number", "message"),
+    [
+        ({}, 3, r"num_attention_heads must be a multiple of tp_size=3 \(got 4\)"),
+        (
+            {"attention_type": "moa", "num_attention_experts": 6},
+            4,
+            r"num_attention_experts must be a multiple of tp_size=4 \(got 6\)",
+        ),
+        ({"nested_budgets": [1, 0.5]}, 2, r"tp_size must be 1 with nested_budgets.*\(got 2\): extract"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(fields, number, message):
+    layer = CASE["BertModel"].build(**fields).encoder.layer[0].attention.self
+    with pytest.raises(ValueError, match=message):
+        layer.spread_over(TensorRanks(Mesh(number)))
+
+
+def test_finer_slices_where_there_are_more_ranks_than_gates():
+    gates = torch.tensor([[0.25, 0.5]])
+    assert TensorRanks(Mesh(4)).slices(gates).tolist() == [[0.25]]
+    assert TensorRanks(Mesh(2)).slices(gates).tolist() == [[0.25]]
+    assert TensorRanks(Mesh(3)).slices(gates).tolist() == [[0.25, 0.25]]
+
+
+def test_experts_of_other_ranks_have_no_weight():
+    index, weight = torch.tensor([[0, 5, 3]]), torch.tensor([[0.5, 0.25, 0.125]])
+    own = TensorRanks(Mesh(2)).own_experts(index, weight, 6)
+    assert [each.tolist() for each in own] == [[[0, 0, 0]], [[0.5, 0.0, 0.0]]]
