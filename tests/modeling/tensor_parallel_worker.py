@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from families import LANGUAGE_MODELS
 from torch.distributed.tensor import DTensor
-from transformers.distributed import DistributedConfig
+from transformers.distributed import DistributedConfig, consolidate_distributed_checkpoint
 
 CASES = {case.family.name: case for case in LANGUAGE_MODELS}
 NOTHING_DRAWN = {"cct_noise_max": 0.0}
@@ -23,6 +23,7 @@ class Scenario:
     divides their float64 gradients twice."""
 
     def __init__(self, name: str, fields: dict, parallel: dict, folder: Path):
+        self.parallel = parallel
         self.case = CASES[name.split("-")[0]]
         self.folder = folder / name
         fields = self.case.family.no_dropout | fields
@@ -79,6 +80,8 @@ class Scenario:
         for model in (self.split, self.whole):
             model.train()
         for budget in self.budgets:
+            if self.parallel.keys() <= {"tp_size", "ep_size"}:  # all processes have one batch
+                self.split.set_global_statistics(gate_norm=True, router_balance=True)
             got, want = self.outputs(**self.case.labels(), **budget)
             equal(got.loss, want.loss)
             for name in ("aux_loss", "task_loss"):
@@ -96,6 +99,10 @@ class Scenario:
                 equal(full(found), expected, name)
             for model in (self.split, self.whole):
                 model.zero_grad()
+            buffers = dict(self.whole.named_buffers())
+            for name, buffer in self.split.named_buffers():
+                equal(buffer, buffers[name], name)
+        self.split.set_global_statistics(gate_norm=False, router_balance=False)
         for model in (self.split, self.whole):
             model.eval()
 
@@ -127,6 +134,30 @@ class Scenario:
         for name, tensor in self.whole.state_dict().items():
             equal(state[name], tensor, name)
 
+    def sharded_checkpoint(self) -> None:
+        """Files of the parts: they load split alike, and whole once they are put together. (safetensors
+        writes none of tied weights; torch puts none together that hold integers, as MAE's gates do.)"""
+        if self.whole.config.tie_word_embeddings:
+            return
+        parts, whole = self.folder / "parts", self.folder / "together"
+        self.split.save_pretrained(parts, distributed_checkpoint=True)
+        for form in (self.parallel, {"fsdp_size": dist.get_world_size()}):
+            again = self.case.gated.from_pretrained(
+                parts, dtype=self.dtype, distributed_config=DistributedConfig(**form)
+            )
+            others = dict(again.named_parameters())
+            for name, parameter in self.split.named_parameters():
+                assert torch.equal(full(others[name]), full(parameter)), (form, name)
+        if not all(tensor.is_floating_point() for tensor in self.whole.state_dict().values()):
+            return
+        if dist.get_rank() == 0:
+            consolidate_distributed_checkpoint(parts, whole)
+            self.split.config.save_pretrained(whole)
+        dist.barrier()
+        together = self.case.gated.from_pretrained(whole, dtype=self.dtype).state_dict()
+        for name, parameter in self.split.named_parameters():
+            assert torch.equal(together[name], full(parameter)), name
+
 
 PROPERTIES = (
     "is_split",
@@ -135,6 +166,7 @@ PROPERTIES = (
     "sparse_forward",
     "gradients",
     "training_step_and_saving",
+    "sharded_checkpoint",
 )
 
 
@@ -160,7 +192,7 @@ def main(folder: Path, scenarios: dict) -> None:
         for each in PROPERTIES:
             try:
                 getattr(scenario, each)()
-            except Exception:
+            except BaseException:  # as errors of checkpoints are
                 failed[name][each] = traceback.format_exc()
     (folder / f"failed-{dist.get_rank()}.json").write_text(json.dumps(failed))
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.parallel_plans import AttentionNames, Plan
-from ..core.ranks import ONE_RANK, Ranks
 from ..core.records import Record
+from ..parallel.plans import AttentionNames, Plan
+from ..parallel.ranks import ONE_RANK, Ranks
 
 Linear = Callable[[int, int], nn.Module]
 

@@ -9,7 +9,7 @@ from transformers import BertConfig
 from ..config.gating import GatingConfig
 from ..config.head_dim import HeadDim
 from ..core.fields import check_activation, check_bool, check_int, check_number, fail
-from ..core.parallel_plans import AttentionNames, FeedForwardNames, ParallelNames
+from ..parallel.plans import AttentionNames, FeedForwardNames, ParallelNames
 
 
 class MoaBertConfig(GatingConfig, BertConfig):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..attention.flow import Attended, AttentionCall, AttentionFlow
 from ..cache.gate_states import gated_layer
 from ..cache.place import CachePlace
-from ..core.ranks import ONE_RANK, Ranks
 from ..core.records import Record
+from ..parallel.ranks import ONE_RANK, Ranks
 from .budgets import Budget
 from .compact_cache import spread_compact
 from .control import ControlNetwork

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..core.linear_slices import is_plain
 from ..core.macs import Macs
-from ..core.ranks import ONE_RANK, Ranks
 from ..core.records import Record
+from ..parallel.ranks import ONE_RANK, Ranks
 from .budgets import Budget
 from .control import ControlNetwork
 from .costs import FeedForwardUse

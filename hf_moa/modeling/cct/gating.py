@@ -9,8 +9,8 @@ from torch import nn
 
 from ..attention.multi_head import MultiHead
 from ..core.budgets import BudgetList, PairedBudgets
-from ..core.parallel_plans import AttentionNames, FeedForwardNames, Plan, Projections
 from ..core.slots import GATINGS
+from ..parallel.plans import AttentionNames, FeedForwardNames, Plan, Projections
 from .attention import AttentionGates
 from .budgets import BudgetControl
 from .feed_forward import FeedForwardGate, GatedFeedForward

@@ -31,11 +31,11 @@ from ..core.mechanism import (
     register,
 )
 from ..core.mixins import ConfigMixin
-from ..core.parallel_plans import ParallelNames, Plan, expert_plan, tensor_plan
 from ..mae.mechanism import MAE, MaeFields
 from ..moa.mechanism import MOA, MoaFields
 from ..moe.mechanism import MOE, MoeFields
 from ..nested.mechanism import NESTED, NestedFields
+from ..parallel.plans import ParallelNames, Plan, expert_plan, tensor_plan
 from ..routing.mechanism import ROUTER, RouterFields
 from .class_names import enter_class_names
 from .plain_models import refuse_in_plain_models

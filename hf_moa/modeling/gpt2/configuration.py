@@ -9,7 +9,7 @@ from transformers import GPT2Config
 from ..config.gating import GatingConfig
 from ..config.head_dim import HeadDim
 from ..core.fields import check_activation, check_int
-from ..core.parallel_plans import AttentionNames, FeedForwardNames, ParallelNames, Projections
+from ..parallel.plans import AttentionNames, FeedForwardNames, ParallelNames, Projections
 
 
 class MoaGPT2Config(GatingConfig, GPT2Config):

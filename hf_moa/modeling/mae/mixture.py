@@ -193,6 +193,11 @@ class MixtureOfHeads(MultiHead):
     def take_heads(self, mix: Tensor | None, number: int) -> Tensor | None:
         return None if mix is None else mix[..., :number]
 
+    def spread_over(self, ranks: Any) -> int:
+        if self.gate is not None:
+            self.gate.norm.copies = ranks.number
+        return super().spread_over(ranks)
+
     def prepare_cache(self, place: CachePlace) -> None:
         if self.remembers:
             gated_layer(_where_tokens_are(place))

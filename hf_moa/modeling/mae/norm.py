@@ -41,6 +41,7 @@ class GateBatchNorm(nn.BatchNorm1d):
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         super().__init__(num_features, dtype=dtype)
         self.is_global = False
+        self.copies = 1  # of each vector among the processes, as tensor parallelism makes
 
     def reset_running_stats(self) -> None:
         """As the parent's. A frozen one keeps its statistics, since it collects no new ones."""
@@ -102,7 +103,7 @@ class GateBatchNorm(nn.BatchNorm1d):
         count, first, second = sum_over_processes(sums).split([1, len(center), len(center)])
         mean = first / count.clamp(min=1)
         var = (second / count.clamp(min=1) - mean.square()).clamp(min=0)
-        return count.squeeze(0), center + mean, var
+        return count.squeeze(0) / self.copies, center + mean, var
 
     @torch.no_grad()
     def _update_running_statistics(

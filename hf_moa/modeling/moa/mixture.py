@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..attention.multi_head import Linear, MultiHead
-from ..core.parallel_plans import AttentionNames, Plan
 from ..core.records import Record
 from ..core.slots import MIXTURES
+from ..parallel.plans import AttentionNames, Plan
 from ..routing.routers import ROUTERS, Routing
 from .projections import ExpertInput, ExpertOutput
 

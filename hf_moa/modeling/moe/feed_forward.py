@@ -298,7 +298,7 @@ class SparseMoeFeedForward(nn.Module):
 
     @staticmethod
     def expert_plan(layer: str) -> dict[str, str]:
-        """Each rank has some of the experts; see `core/parallel_plans.py`."""
+        """Each rank has some of the experts; see `parallel/plans.py`."""
         names = ("up_proj", "gate_up_proj", "up_proj_bias", "down_proj", "down_proj_bias")
         plan = {f"{layer}.experts.{name}": "grouped_gemm" for name in names}
         return plan | {f"{layer}.experts": "ep_dispatch_experts"}

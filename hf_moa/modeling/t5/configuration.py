@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 
 from ..config.gating import GatingConfig
 from ..core.fields import check_bool, check_int, fail, is_budget
-from ..core.parallel_plans import AttentionNames, FeedForwardNames, ParallelNames
+from ..parallel.plans import AttentionNames, FeedForwardNames, ParallelNames
 
 
 class MoaT5Config(GatingConfig, T5Config):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .parallel_styles import HAS_STYLES, register_styles
-from .slots import FEED_FORWARDS, GATINGS, MIXTURES
+from ..core.slots import FEED_FORWARDS, GATINGS, MIXTURES
+from .styles import HAS_STYLES, register_styles
 
 Plan = dict[str, str]
 

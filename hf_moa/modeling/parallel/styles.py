@@ -1,7 +1,7 @@
 """How tensor parallelism splits the layers that transformers' own styles do not know.
 
 transformers' engine (`from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))`) asks a
-plan of names which style a module has; see `parallel_plans.py`.
+plan of names which style a module has; see `plans.py`.
 """
 
 from __future__ import annotations
