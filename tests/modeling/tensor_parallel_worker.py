@@ -4,6 +4,7 @@ whole one. It writes what failed, by scenario and property, as JSON."""
 from __future__ import annotations
 
 import json
+import math
 import sys
 import traceback
 from pathlib import Path
@@ -12,10 +13,25 @@ import torch
 import torch.distributed as dist
 from families import LANGUAGE_MODELS
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig, consolidate_distributed_checkpoint
 
 CASES = {case.family.name: case for case in LANGUAGE_MODELS}
 NOTHING_DRAWN = {"cct_noise_max": 0.0}
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that a process gives to collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.__name__.split(".")[0] in ("all_reduce", "allreduce_", "all_gather_into_tensor"):
+            tensor = args[0][0] if isinstance(args[0], list) else args[0]
+            self.bytes += tensor.numel() * tensor.element_size()
+        return func(*args, **(kwargs or {}))
 
 
 class Scenario:
@@ -119,6 +135,33 @@ class Scenario:
                 got, want = (m.generate(**inputs, **options) for m in (self.split, self.whole))
                 assert torch.equal(got, want), (how, budget)
 
+    def communication(self) -> None:
+        """As much as docs/distributed.md says, in bytes: of plain heads and MAE."""
+        config, family = self.whole.config, self.case.family.name
+        is_plain = config.attention_type in ("mha", "mae") and config.cct_budgets is None
+        if family == "t5" or not is_plain or self.parallel.keys() != {"tp_size"}:
+            return
+        inputs = self.case.inputs()
+        batch, length = inputs["input_ids"].shape
+        tokens, number = batch * length, self.parallel["tp_size"]
+        layers, d, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
+        forward = tokens * ((1 + 2 * layers) * d + math.ceil(config.vocab_size / number))
+        is_fused = family == "gpt2"
+        backward = tokens * (1 + layers * (2 if is_fused else 4)) * d
+        if config.attention_type == "mae" and config.mae_gate_type == "learned":
+            backward += layers * heads * (tokens if is_fused else batch)
+        if is_fused:
+            backward += layers * (3 * d + config.ffn_size)
+        with torch.no_grad(), Sent() as sent:
+            self.split(**inputs)
+        assert sent.bytes == forward * self.dtype.itemsize
+        self.split.train()
+        with Sent() as sent:
+            self.split(**inputs, **self.case.labels()).loss.backward()
+        assert sent.bytes == (forward + backward) * self.dtype.itemsize
+        self.split.zero_grad()
+        self.split.eval()
+
     def training_step_and_saving(self) -> None:
         """Parameters behind an update, as files of the split model have them."""
         for model in (self.split, self.whole):
@@ -167,6 +210,7 @@ PROPERTIES = (
     "gradients",
     "training_step_and_saving",
     "sharded_checkpoint",
+    "communication",  # last: it moves the statistics of the split model only
 )
 
 
