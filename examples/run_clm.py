@@ -49,6 +49,7 @@ from hf_moa.modeling.core.task_losses import IGNORE_INDEX
 from hf_moa.recipes.command_line import optional, parse_arguments
 from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
+from hf_moa.recipes.splitting import SplitArguments, split_model
 from hf_moa.recipes.teachers import TeacherArguments
 from hf_moa.recipes.text_blocks import (
     TextBlocks,
@@ -157,12 +158,13 @@ def write_samples(trainer: Trainer, blocks: TextBlocks, data_args: DataTrainingA
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, teacher_args, training_args = parse_arguments(
+    model_args, data_args, gating_args, teacher_args, split_args, training_args = parse_arguments(
         args,
         ModelArguments,
         DataTrainingArguments,
         GatingArguments,
         TeacherArguments,
+        SplitArguments,
         MoaTrainingArguments,
     )
     set_up_logging(training_args, logger)
@@ -187,6 +189,7 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
     fields = token_fields(tokenizer, "bos", "eos", "pad")
     model = load_model(AutoModelForCausalLM, model_args, gating_args, tokenizer, fields)
+    model = split_model(model, split_args)
     teacher = teacher_args.load(model, model_args)
     block_size = check_block_size(data_args.block_size, model)
     blocks = {split: TextBlocks(text, tokenizer, block_size) for split, text in lines.items()}

@@ -49,6 +49,7 @@ from hf_moa.recipes.masked_text import (
     masked_sets,
 )
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
+from hf_moa.recipes.splitting import SplitArguments, split_model
 from hf_moa.recipes.teachers import TeacherArguments
 from hf_moa.recipes.text_blocks import first_samples, load_lines, load_splits
 from hf_moa.recipes.tokenizers import token_fields
@@ -97,12 +98,13 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, teacher_args, training_args = parse_arguments(
+    model_args, data_args, gating_args, teacher_args, split_args, training_args = parse_arguments(
         args,
         ModelArguments,
         DataTrainingArguments,
         GatingArguments,
         TeacherArguments,
+        SplitArguments,
         MoaTrainingArguments,
     )
     set_up_logging(training_args, logger)
@@ -126,6 +128,7 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
     fields = token_fields(tokenizer, "pad")
     model = load_model(AutoModelForMaskedLM, model_args, gating_args, tokenizer, fields)
+    model = split_model(model, split_args)
     check_sequence_length(data_args, model)
     teacher = teacher_args.load(model, model_args)
     sets = masked_sets(lines, tokenizer, data_args, training_args.seed)

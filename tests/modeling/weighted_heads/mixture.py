@@ -21,8 +21,8 @@ class HeadWeights(nn.Module):
     def initialize(self, scales=None):
         init.constant_(self.weight, self.start)
 
-    def forward(self, context):
-        return context * self.weight[:, None]
+    def forward(self, context, ranks):
+        return context * ranks.part(self.weight, 0)[:, None]
 
 
 @MIXTURES.filled_by("weighted")
@@ -36,4 +36,4 @@ class WeightedHeads(MultiHead):
         return cls(num_heads=num_heads, head_dim=head_dim, start=config.weighted_start)
 
     def output(self, linear, context, mix):
-        return super().output(linear, self.weights(context), mix)
+        return super().output(linear, self.weights(context, self.ranks), mix)

@@ -1,0 +1,52 @@
+"""Over how many processes a script's model is split: flags, and the split model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+
+@dataclass
+class SplitArguments:
+    """Over how many processes the model is split, by transformers' engine."""
+
+    tp_size: int = field(
+        default=1,
+        metadata={"help": "Processes that share each layer's heads and neurons (tensor parallelism)."},
+    )
+    ep_size: int = field(
+        default=1,
+        metadata={"help": "Processes that share the feed-forward experts (expert parallelism)."},
+    )
+    fsdp_size: int = field(
+        default=1, metadata={"help": "Processes that shard the model's layers (FSDP version 2)."}
+    )
+    dp_replicate_size: int = field(
+        default=1, metadata={"help": "Copies of what `fsdp_size` processes shard (HSDP)."}
+    )
+
+    @property
+    def is_split(self) -> bool:
+        return (self.tp_size, self.ep_size, self.fsdp_size, self.dp_replicate_size) != (1, 1, 1, 1)
+
+
+def split_model(model: PreTrainedModel, sizes: SplitArguments) -> PreTrainedModel:
+    """The model over processes; itself where it is not to be split. Each process has the whole model
+    until then.
+
+    Raises:
+        ValueError: it cannot be split so.
+        RuntimeError: there are not as many processes.
+    """
+    if not sizes.is_split:
+        return model
+    parts = type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=model.state_dict(),
+        distributed_config=DistributedConfig(**vars(sizes)),
+    )
+    parts.generation_config = model.generation_config
+    return parts.train(model.training)
