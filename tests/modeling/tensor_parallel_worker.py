@@ -62,7 +62,16 @@ class Scenario:
     def outputs(self, **inputs):
         for model in (self.split, self.whole):
             torch.manual_seed(1)
-            yield model(**self.case.inputs(), **inputs)
+            yield model(**self.inputs(), **inputs)
+
+    def inputs(self):
+        inputs = self.case.inputs()
+        if getattr(self.whole.config, "add_cross_attention", False):
+            shape = (len(inputs["input_ids"]), 5, self.whole.config.hidden_size)
+            generator = torch.Generator().manual_seed(2)
+            source = torch.randn(shape, generator=generator, dtype=torch.float64)
+            inputs["encoder_hidden_states"] = source.to(self.dtype)
+        return inputs
 
     def is_split(self) -> None:
         """Some parameters are, and no rank has much more than its share."""
@@ -123,7 +132,7 @@ class Scenario:
             model.eval()
 
     def generation(self) -> None:
-        if not self.whole.can_generate() or self.case.family.name == "bert":
+        if self.case.family.name == "bert" or "encoder_hidden_states" in self.inputs():
             return
         inputs = self.case.inputs()
         inputs.pop("decoder_input_ids", None)
@@ -139,7 +148,8 @@ class Scenario:
         """As much as docs/distributed.md says, in bytes: of plain heads and MAE."""
         config, family = self.whole.config, self.case.family.name
         is_plain = config.attention_type in ("mha", "mae") and config.cct_budgets is None
-        if family == "t5" or not is_plain or self.parallel.keys() != {"tp_size"}:
+        is_other = family == "t5" or "encoder_hidden_states" in self.inputs()
+        if is_other or not is_plain or self.parallel.keys() != {"tp_size"}:
             return
         inputs = self.case.inputs()
         batch, length = inputs["input_ids"].shape
@@ -167,7 +177,7 @@ class Scenario:
         for model in (self.split, self.whole):
             model.train()
             torch.manual_seed(1)
-            model(**self.case.inputs(), **self.case.labels()).loss.backward()
+            model(**self.inputs(), **self.case.labels()).loss.backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.eval()
         self.split.save_pretrained(self.folder / "split")

@@ -22,6 +22,9 @@ HSDP = {"dp_replicate_size": 2, "fsdp_size": 2}
 TP_2_FSDP_2 = {"tp_size": 2, "fsdp_size": 2}
 TP_2_FSDP_2_EP_4 = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
 MORE_FIELDS = {
+    "bert-mae-1+cross": {"is_decoder": True, "add_cross_attention": True},
+    "gpt2-moa-moe-cct+cross": {"add_cross_attention": True},
+    "gpt2-mae-1+cross": {"add_cross_attention": True},
     "gpt2-moa": {"num_attention_experts": 8},
     "t5-moa": {"num_attention_experts": 8},
     # files of parts can be written
@@ -39,6 +42,10 @@ FEW = {
     "t5-moa-moe-cct": TP_2,
 }
 ON_2 = {
+    "bert-mae-cct-relative": TP_2,
+    "bert-mae-1+cross": TP_2,
+    "gpt2-moa-moe-cct+cross": TP_2,
+    "gpt2-mae-1+cross": TP_2,
     "bert-cct-plain": TP_2,
     "bert-moa-moe-cct": FSDP_2,
     "bert-moe": FSDP_2_EP_2,
@@ -71,7 +78,7 @@ def run(scenarios, number, folder):
     """What failed, by scenario and property; the same on every process."""
     rows = {}
     for scenario, parallel in scenarios.items():
-        family, _, variant = scenario.partition("-")
+        family, _, variant = scenario.partition("+")[0].partition("-")
         fields = FAMILIES[family].variants[variant]
         rows[scenario] = (fields | MORE_FIELDS.get(scenario, {}), parallel)
     (folder / "scenarios.json").write_text(json.dumps(rows))

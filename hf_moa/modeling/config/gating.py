@@ -274,27 +274,30 @@ class GatingConfig(
         raise NotImplementedError
 
     @property
-    def parallel_names(self) -> ParallelNames:
-        """Which modules of the base model tensor and expert parallelism split."""
-        raise NotImplementedError
+    def parallel_names(self) -> ParallelNames | None:
+        """Which modules of the base model are split or sharded over processes; None where none are."""
+        return None
 
     @property
     def base_model_tp_plan(self) -> Plan | None:  # type: ignore[override]  # a constant of other models
         """How tensor parallelism splits the base model, as transformers' engine asks for it: heads,
         attention experts, neurons and the vocabulary over processes. It may name modules that this
         model lacks."""
-        return tensor_plan(self, self.parallel_names, MultiHead)
+        names = self.parallel_names
+        return None if names is None else tensor_plan(self, names, MultiHead)
 
     @property
     def base_model_ep_plan(self) -> Plan | None:  # type: ignore[override]  # the same
         """How expert parallelism splits it: feed-forward experts over processes."""
-        return expert_plan(self, self.parallel_names)
+        names = self.parallel_names
+        return None if names is None else expert_plan(self, names)
 
     @property
     def base_model_fsdp_plan(self) -> Plan:  # type: ignore[override]  # the same
         """How FSDP version 2 shards it: layer by layer. Embeddings, which heads share, stay with the
         model as a whole."""
-        return {self.parallel_names.layers: "free_full_weight"}
+        names = self.parallel_names
+        return {} if names is None else {names.layers: "free_full_weight"}
 
     @property
     def embedding_width(self) -> int:
