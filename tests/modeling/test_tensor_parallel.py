@@ -3,6 +3,7 @@ and expert parallelism, FSDP version 2, and combinations of them."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,10 @@ MORE_FIELDS = {
     "gpt2-moa-moe-cct+cross": {"add_cross_attention": True},
     "gpt2-mae-1+cross": {"add_cross_attention": True},
     "gpt2-moa": {"num_attention_experts": 8},
-    "t5-moa": {"num_attention_experts": 8},
+    "t5-moa": {"num_attention_experts": 8, "vocab_size": 68},
+    # parts of one size, where weights are tied
+    "gpt2-cct-plain": {"vocab_size": 68},
+    "bert-moe": {"vocab_size": 68},
     # files of parts can be written
     "bert-mae-2": {"tie_word_embeddings": False},
     "bert-cct-plain": {"tie_word_embeddings": False},
@@ -178,6 +182,12 @@ def test_what_cannot_be_split_is_refused(fields, number, message):
     layer = CASE["BertModel"].build(**fields).encoder.layer[0].attention.self
     with pytest.raises(ValueError, match=message):
         layer.spread_over(TensorRanks(Mesh(number)))
+
+
+def test_tied_weights_of_uneven_parts_are_refused():
+    model, sizes = CASE["GPT2LMHeadModel"].build(), {"dp_size": 2, "fsdp_size": 2, "tp_size": 2}
+    with pytest.raises(ValueError, match=r"vocab_size must be a multiple .* = 4 .*\(got 67\)"):
+        type(model).maybe_distribute_model(model, SimpleNamespace(**sizes), Mesh(2))
 
 
 def test_finer_slices_where_there_are_more_ranks_than_gates():

@@ -79,6 +79,26 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         )
 
     @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        """As transformers', with weights tied before FSDP shards them: tied later, one of them would
+        keep what it was loaded with, where processes have parts of different sizes.
+
+        Raises:
+            ValueError: under tensor parallelism, too, where it would.
+        """
+        if mesh_manager is not None and distributed_config.dp_size > 1 and model.all_tied_weights_keys:
+            number = distributed_config.tp_size * distributed_config.fsdp_size
+            if distributed_config.tp_size == 1:
+                model.tie_weights()
+            elif model.config.vocab_size % number:
+                raise ValueError(
+                    f"{type(model.config).__name__}.vocab_size must be a multiple of tp_size * "
+                    f"fsdp_size = {number} with tied embeddings (got {model.config.vocab_size}): call "
+                    f"resize_token_embeddings(..., pad_to_multiple_of={number}) and save the model."
+                )
+        return super().maybe_distribute_model(model, distributed_config, mesh_manager)
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers', and a warning where quantisation leaves experts as they are.
 
