@@ -17,7 +17,7 @@ def environment(monkeypatch):
 
 
 def test_one_process_where_several_were_asked_for(environment, caplog):
-    caplog.set_level(logging.WARNING, logger="hf_moa")
+    caplog.set_level(logging.WARNING, logger="hf_moa.training")  # which scripts set, too
     environment.setenv("MASTER_ADDR", "127.0.0.1")
     cpu_processes.warn_of_single_process()
     assert not caplog.records  # an address is nothing that only Accelerate sets
