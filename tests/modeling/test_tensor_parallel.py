@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import BERT, CASE, GPT2, LANGUAGE_MODELS, T5, each_variant_but
 from launching import launch_ranks
-from transformers.distributed.parallel_utils import _get_parameter_plan
+from transformers.distributed.parallel_utils import _get_parameter_plan, replace_layer_number_by_wildcard
 
 from hf_moa.modeling.parallel.ranks import TensorRanks
 
@@ -149,8 +149,8 @@ def test_every_matrix_of_a_layer_has_a_place(case, fields):
 
 
 def _names(model):
-    found = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    return {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in found}
+    found = (*model.named_modules(), *model.named_parameters())
+    return {replace_layer_number_by_wildcard(name) for name, _ in found}
 
 
 class Mesh:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -70,9 +69,12 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
     def init_parallel_plans(self) -> None:
         """As transformers', of the names that this model has: a configuration's plan is of the whole
         family."""
+        # an older transformers has neither this nor plans
+        from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
         super().init_parallel_plans()
         found = chain(self.named_modules(), self.named_parameters())
-        names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in found}
+        names = {replace_layer_number_by_wildcard(name) for name, _ in found}
         self._tp_plan, self._ep_plan, self._fsdp_plan = (
             {name: style for name, style in (plan or {}).items() if name in names}
             for plan in (self._tp_plan, self._ep_plan, self._fsdp_plan)

@@ -55,9 +55,6 @@ class _OwnShard(TensorParallelLayer):
             requires_grad=whole.requires_grad,
         )
 
-    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
-        return args, kwargs
-
 
 class _Outputs(_OwnShard):
     """Each rank makes some of a layer's outputs, of the whole input."""
