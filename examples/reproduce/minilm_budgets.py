@@ -107,6 +107,8 @@ def trained(settings: Settings, options: argparse.Namespace) -> Path:
 
 def _train(settings: Settings, options: argparse.Namespace, folder: Path) -> dict:
     task, model = settings["task"], settings["model"]
+    if options.precision not in ("bf16", "float32"):
+        raise ValueError(f"--precision must be bf16 or float32 (got {options.precision}).")
     flags = {
         **TRAINING,
         "bf16": options.precision == "bf16",
