@@ -55,7 +55,8 @@ class Scenario:
 
     @property
     def budgets(self):
-        budgets = self.whole.config.cct_budgets or [None]
+        config = self.whole.config
+        budgets = config.cct_budgets or config.nested_budgets or [None]
         return [{"budget": tuple(b) if isinstance(b, list) else b} for b in (budgets[0], budgets[-1])]
 
     def outputs(self, **inputs):

@@ -54,6 +54,7 @@ ON_2 = {
     "bert-moa-moe-cct": FSDP_2,
     "bert-moe": FSDP_2_EP_2,
     "gpt2-mae-1": FSDP_2,
+    "gpt2-mae-nested": FSDP_2,
     "t5-moa-moe-cct": TP_2_EP_2,
     "t5-moe-gated-gelu": FSDP_2_EP_2,
     "t5-mae-gated-gelu": TP_2,
