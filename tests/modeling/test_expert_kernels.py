@@ -7,6 +7,7 @@ compiled alone (`test_expert_kernels_compiled.py`)."""
 import contextlib
 import importlib.util
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -125,6 +126,20 @@ def test_output(interpreted, size, dtype, tolerance):
     for needs in ((True, True), (True, False), (False, True)):
         backward = [grad, x, *groups, scale, weight, *needs]
         assert_close_to_float64("expert_output_backward", interpreted, backward, tolerance)
+
+
+@dtypes
+def test_rows_of_others_are_zero(interpreted, dtype, tolerance):
+    """Of experts that another process has: they are the last group, and have no matrix."""
+    (x, index, weight, bias, grad), (heads, _, scale, out, grad_out) = draw(SIZES[0], dtype)
+    weight, bias, out = weight[:-2], bias[:-2], out[:-2]
+    groups = interpreted.expert_groups(index.clamp(max=len(weight)), len(weight) + 1)
+    assert groups[1][-2] < index.numel()
+    check = partial(assert_close_to_float64, kernels=interpreted, tolerance=tolerance)
+    check("expert_input", tensors=[x, *groups, weight, bias])
+    check("expert_output", tensors=[heads, *groups, scale, out])
+    check("expert_input_backward", tensors=[grad, x, *groups, weight, True, True, True])
+    check("expert_output_backward", tensors=[grad_out, heads, *groups, scale, out, True, True])
 
 
 @pytest.mark.parametrize("name", ["expert_input", "expert_output"])

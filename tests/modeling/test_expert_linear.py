@@ -69,6 +69,53 @@ def test_output_equals_the_sum_over_the_experts(form, bias):
         torch.testing.assert_close(layer(x, index, scale), expected)
 
 
+@pytest.mark.parametrize("execution", ["dense", "sparse", "auto"])  # auto: by slot
+def test_experts_of_other_processes_give_nothing(execution):
+    """Nor get a gradient, with several of them in a token, or nothing else."""
+    layers_of_all = layers()
+    for layer in layers_of_all:
+        layer.num_ranks, layer.moa_execution = 2, execution
+    index = choose(2, 6, experts=2 * N)
+    index[0, 0] = torch.arange(N, N + K)
+    own = index.where(index < N, N)
+    x = torch.randn(2, 6, WIDE, dtype=torch.float64)
+    scale = torch.rand(index.shape, dtype=torch.float64)
+    into, out_of = layers_of_all
+    if execution == "auto":
+        for token in range(6):
+            part = (slice(1), slice(token, token + 1))
+            with torch.no_grad():
+                heads = into(x[part], own[part])
+                torch.testing.assert_close(heads, in_all(into, x, index)[part])
+                assert expert_linear.computes_by_slot(own[part], into.weight, "auto", 2)
+                every = out_of_all(out_of, heads, index[part], scale[part])
+                torch.testing.assert_close(out_of(heads, own[part], scale[part]), every)
+        return
+    leaves = [x, scale, *into.parameters(), *out_of.parameters()]
+    grads = []
+    for leaf in leaves:
+        leaf.requires_grad_()
+    for is_expected in (False, True):
+        heads = in_all(into, x, index) if is_expected else into(x, own)
+        y = out_of_all(out_of, heads, index, scale) if is_expected else out_of(heads, own, scale)
+        loss = (heads.square().sum() + y.square().sum()).sqrt()
+        grads.append([heads, y, *torch.autograd.grad(loss, leaves)])
+    torch.testing.assert_close(*grads)
+
+
+def in_all(layer, x, index):
+    """`ExpertInput` of twice as many experts, the others' matrices being zero."""
+    weight = torch.cat([layer.weight, torch.zeros_like(layer.weight)])
+    bias = torch.cat([layer.bias, torch.zeros_like(layer.bias)])
+    return torch.einsum("bti,btkoi->btko", x, weight[index]) + bias[index]
+
+
+def out_of_all(layer, x, index, scale):
+    """`ExpertOutput` of them."""
+    weight = torch.cat([layer.weight, torch.zeros_like(layer.weight)])
+    return torch.einsum("btki,btkio,btk->bto", x, weight[index], scale) + layer.bias
+
+
 @pytest.mark.parametrize("rows", [4, 512])
 def test_gradients(rows, monkeypatch):
     monkeypatch.setattr(expert_loop, "_ROWS", rows)

@@ -27,7 +27,10 @@ MORE_FIELDS = {
     "gpt2-moa-moe-cct+cross": {"add_cross_attention": True},
     "gpt2-mae-1+cross": {"add_cross_attention": True},
     "gpt2-moa": {"num_attention_experts": 8},
-    "t5-moa": {"num_attention_experts": 8, "vocab_size": 68},
+    "gpt2-moa+sparse": {"num_attention_experts": 8, "moa_execution": "sparse"},
+    "t5-moa": {"num_attention_experts": 8, "vocab_size": 68, "moa_execution": "sparse"},
+    "t5-moa+groups": {"num_key_value_heads": 2},
+    "bert-moa-moe-cct+groups": {"num_key_value_heads": 2},
     # parts of one size, where weights are tied
     "gpt2-cct-plain": {"vocab_size": 68},
     "bert-moe": {"vocab_size": 68},
@@ -52,17 +55,20 @@ ON_2 = {
     "gpt2-mae-1+cross": TP_2,
     "bert-cct-plain": TP_2,
     "bert-moa-moe-cct": FSDP_2,
+    "bert-moa-moe-cct+groups": TP_2,
     "bert-moe": FSDP_2_EP_2,
     "gpt2-mae-1": FSDP_2,
     "gpt2-mae-nested": FSDP_2,
     "t5-moa-moe-cct": TP_2_EP_2,
     "t5-moe-gated-gelu": FSDP_2_EP_2,
     "t5-mae-gated-gelu": TP_2,
+    "t5-moa+groups": TP_2,
 }
 ON_4 = {
     "bert-mae-2": TP_4,
     "bert-moe": TP_2_FSDP_2_EP_4,
     "gpt2-moa": TP_4,
+    "gpt2-moa+sparse": TP_4,
     "gpt2-cct-plain": TP_2_FSDP_2,
     "gpt2-moe": FSDP_2_EP_2 | {"dp_replicate_size": 2},
     "t5-moa": TP_2_FSDP_2,
@@ -176,6 +182,11 @@ class Mesh:
             4,
             r"num_attention_experts must be a multiple of tp_size=4 \(got 6\)",
         ),
+        (
+            {"attention_type": "moa", "num_attention_experts": 8, "num_key_value_heads": 2},
+            4,
+            r"num_key_value_heads must be a multiple of tp_size=4 \(got 2\)",
+        ),
         ({"nested_budgets": [1, 0.5]}, 2, r"tp_size must be 1 with nested_budgets.*\(got 2\): extract"),
     ],
 )
@@ -198,7 +209,5 @@ def test_finer_slices_where_there_are_more_ranks_than_gates():
     assert TensorRanks(Mesh(3)).slices(gates).tolist() == [[0.25, 0.25]]
 
 
-def test_experts_of_other_ranks_have_no_weight():
-    index, weight = torch.tensor([[0, 5, 3]]), torch.tensor([[0.5, 0.25, 0.125]])
-    own = TensorRanks(Mesh(2)).own_experts(index, weight, 6)
-    assert [each.tolist() for each in own] == [[[0, 0, 0]], [[0.5, 0.0, 0.0]]]
+def test_experts_of_other_ranks_have_one_number():
+    assert TensorRanks(Mesh(2)).own_experts(torch.tensor([[0, 5, 3, 2]]), 3).tolist() == [[0, 3, 3, 2]]

@@ -385,10 +385,7 @@ class AttentionFlow(nn.Module):
         Raises:
             ValueError: the ranks cannot have equal parts of the heads, or the gates cannot be shared.
         """
-        self.num_heads = self.mixture.spread_over(ranks)
-        if self.mixture.num_kv_heads is None:
-            ranks.check("num_kv_heads", self.num_kv_heads)
-            self.num_kv_heads //= ranks.number
+        self.num_heads, self.num_kv_heads = self.mixture.spread_over(ranks, self.num_kv_heads)
         if self.gates is not None:
             self.gates.spread_over(ranks)
 

@@ -117,7 +117,12 @@ class MultiHead(nn.Module):
         """Make an empty cache able to hold what `route` needs of earlier tokens."""
 
     @classmethod
-    def tensor_plan(cls, names: AttentionNames) -> Plan:
+    def splits_keys(cls, config: Any) -> bool:
+        """Whether each rank has some of the heads of keys and values, and not all have the same."""
+        return True
+
+    @classmethod
+    def tensor_plan(cls, config: Any, names: AttentionNames) -> Plan:
         """Each rank has some of the heads, with their part of every projection."""
         kind = names.kind
         plan = {names.query: kind.outputs(), names.output: kind.inputs}
@@ -125,12 +130,13 @@ class MultiHead(nn.Module):
             del plan[names.query]
         return plan | {n: kind.outputs(parts + names.fuses) for n, parts in names.keys.items()}
 
-    def spread_over(self, ranks: Any) -> int:
-        """Take part of the heads, and return how many.
+    def spread_over(self, ranks: Any, num_kv_heads: int) -> tuple[int, int]:
+        """Take part of the heads, and return how many: of queries, and of keys and values.
 
         Raises:
             ValueError: ranks would have different numbers of heads.
         """
         ranks.check("num_attention_heads", self.num_heads)
+        ranks.check("num_key_value_heads", num_kv_heads)
         self.ranks = ranks
-        return self.num_heads // ranks.number
+        return self.num_heads // ranks.number, num_kv_heads // ranks.number

@@ -94,12 +94,16 @@ class CctGating:
     @staticmethod
     def attention_plan(config: Any, names: AttentionNames, mixture: type[MultiHead]) -> Plan:
         """How the norms are split, which normalise all heads' keys, values or contexts together."""
-        norms = [f"{names.layer}.cct.{kind}_norm" for kind in ("key", "value", "context")]
-        if not mixture.has_plain_projections:  # every rank has all keys, and uses them in part
-            kept = dict.fromkeys(names.keys, "replicate")
-            norms_of_keys = dict.fromkeys(norms[:2], "moa_shared_output")
-            return {**kept, **norms_of_keys, norms[2]: "moa_shared_parameters"}
-        return dict.fromkeys(norms, "moa_whole_norm") if config.cct_sublayer_norm else {}
+        plan, norm = {}, f"{names.layer}.cct.{{}}_norm".format
+        if not mixture.splits_keys(config):  # every rank has all keys, and uses them in part
+            plan = dict.fromkeys(names.keys, "replicate")
+            plan |= {norm("key"): "moa_shared_output", norm("value"): "moa_shared_output"}
+        elif config.cct_sublayer_norm:
+            plan = {norm("key"): "moa_whole_norm", norm("value"): "moa_whole_norm"}
+        if config.cct_sublayer_norm:
+            is_joint = mixture.has_joint_context
+            plan[norm("context")] = "moa_whole_norm" if is_joint else "moa_shared_parameters"
+        return plan
 
     @staticmethod
     def feed_forward_plan(config: Any, names: FeedForwardNames) -> Plan:

@@ -193,10 +193,10 @@ class MixtureOfHeads(MultiHead):
     def take_heads(self, mix: Tensor | None, number: int) -> Tensor | None:
         return None if mix is None else mix[..., :number]
 
-    def spread_over(self, ranks: Any) -> int:
+    def spread_over(self, ranks: Any, num_kv_heads: int) -> tuple[int, int]:
         if self.gate is not None:
             self.gate.norm.copies = ranks.number
-        return super().spread_over(ranks)
+        return super().spread_over(ranks, num_kv_heads)
 
     def prepare_cache(self, place: CachePlace) -> None:
         if self.remembers:

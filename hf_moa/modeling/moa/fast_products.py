@@ -2,6 +2,8 @@
 
 `fast_products_cpu.py` computes them on a CPU, `fast_products_gpu.py` on a GPU. To `torch.compile` they
 are opaque: it takes them into its graph whole. They have one derivative.
+
+There may be one group of rows more than there are matrices: rows of others, which are zero.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from ..core.precision import without_autocast
 from .fast_products_cpu import CPU_OPERATORS
 
 
-def expert_input(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def expert_input(
+    x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None, *, has_others: bool = False
+) -> Tensor:
     """`y_{t,s} = W_e x_t + b_e` with `e = index[t, s]`.
 
     Args:
@@ -27,15 +31,18 @@ def expert_input(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) 
         index: `[n, k]` int64.
         weight: `[N, out, in]`, in the dtype of `x`, as `bias`.
         bias: `[N, out]` or None.
+        has_others: N in `index` is an expert whose result is zero.
 
     Returns:
         `[n, k, out]`.
     """
-    order, ends = operators().expert_groups(index, len(weight))
+    order, ends = operators().expert_groups(index, len(weight) + has_others)
     return operators().expert_input(x, order, ends, weight, bias)
 
 
-def expert_output(x: Tensor, index: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+def expert_output(
+    x: Tensor, index: Tensor, scale: Tensor, weight: Tensor, *, has_others: bool = False
+) -> Tensor:
     """`y_t = sum_s scale_{t,s} W_e^T x_{t,s}` with `e = index[t, s]`.
 
     Args:
@@ -43,11 +50,12 @@ def expert_output(x: Tensor, index: Tensor, scale: Tensor, weight: Tensor) -> Te
         index: `[n, k]` int64.
         scale: `[n, k]`, in the dtype of `x`.
         weight: `[N, in, out]`, in the dtype of `x`.
+        has_others: see `expert_input`.
 
     Returns:
         `[n, out]`.
     """
-    order, ends = operators().expert_groups(index, len(weight))
+    order, ends = operators().expert_groups(index, len(weight) + has_others)
     return operators().expert_output(x, order, ends, scale, weight)
 
 

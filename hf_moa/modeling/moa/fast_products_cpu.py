@@ -55,6 +55,11 @@ def _sums(like: Tensor, *shape: int) -> Tensor:
     return like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
+def _new_rows(ends: Tensor, weight: Tensor) -> Callable[..., Tensor]:
+    """Makes rows to write to, of a tensor and a shape: zeros, where not all of them have a matrix."""
+    return Tensor.new_empty if len(ends) == len(weight) else Tensor.new_zeros
+
+
 def _rows(x: Tensor, rows: Tensor, scratch: Tensor) -> Tensor:
     return torch.index_select(x, 0, rows, out=scratch[: len(rows)])
 
@@ -66,8 +71,8 @@ def _product(a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
 def cpu_expert_input(
     x: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    y = x.new_empty(len(order), weight.shape[1])
-    groups = _Groups(order, ends, len(x))
+    y = _new_rows(ends, weight)(x, (len(order), weight.shape[1]))
+    groups = _Groups(order, ends[: len(weight)], len(x))
     gathered, projected = groups.scratch(x, x.shape[1]), groups.scratch(x, weight.shape[1])
     for expert, rows, tokens in groups:
         part = _product(_rows(x, tokens, gathered), weight[expert].t(), projected)
@@ -90,7 +95,7 @@ def cpu_expert_input_backward(
     grad_x = _sums(x, *x.shape) if needs_x else x.new_empty(0)
     grad_weight = weight.new_zeros(weight.shape) if needs_weight else weight.new_empty(0)
     grad_bias = _sums(weight, *weight.shape[:2]) if needs_bias else weight.new_empty(0)
-    groups = _Groups(order, ends, len(x))
+    groups = _Groups(order, ends[: len(weight)], len(x))
     gathered, projected = groups.scratch(x, x.shape[1]), groups.scratch(x, weight.shape[1])
     for expert, rows, tokens in groups:
         part = _rows(grad, rows, projected)
@@ -106,7 +111,7 @@ def cpu_expert_input_backward(
 def cpu_expert_output(x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     y = _sums(x, len(x), weight.shape[2])
     rows_of_x, scale = x.reshape(len(order), -1), scale.reshape(-1, 1)
-    groups = _Groups(order, ends, len(x))
+    groups = _Groups(order, ends[: len(weight)], len(x))
     gathered, projected = groups.scratch(x, weight.shape[1]), groups.scratch(x, weight.shape[2])
     for expert, rows, tokens in groups:
         part = _rows(rows_of_x, rows, gathered).mul_(scale.index_select(0, rows))
@@ -126,10 +131,11 @@ def cpu_expert_output_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `x`, `scale` and `weight`; one that is not needed is empty."""
     rows_of_x, rows_of_scale = x.reshape(len(order), -1), scale.reshape(-1, 1)
-    grad_x = rows_of_x.new_empty(rows_of_x.shape if needs_x_or_scale else 0)
-    grad_scale = rows_of_scale.new_empty(rows_of_scale.shape if needs_x_or_scale else 0)
+    new = _new_rows(ends, weight)
+    grad_x = new(x, rows_of_x.shape if needs_x_or_scale else (0,))
+    grad_scale = new(scale, rows_of_scale.shape if needs_x_or_scale else (0,))
     grad_weight = weight.new_zeros(weight.shape) if needs_weight else weight.new_empty(0)
-    groups = _Groups(order, ends, len(x))
+    groups = _Groups(order, ends[: len(weight)], len(x))
     gathered, projected = groups.scratch(x, weight.shape[1]), groups.scratch(x, weight.shape[1])
     wide = groups.scratch(x, weight.shape[2])
     for expert, rows, tokens in groups:

@@ -242,7 +242,8 @@ def expert_input_backward(
     grad_weight = weight.new_empty(0)
     grad_bias = weight.new_empty(weight.shape[:2] if needs_bias else 0)
     if needs_weight or needs_bias:
-        grad_weight = _expert_products(grad, x, order, ends, sums=grad_bias if needs_bias else None)
+        sums = grad_bias if needs_bias else None
+        grad_weight = _expert_products(grad, x, order, ends, num_experts=len(weight), sums=sums)
     return grad_x, grad_weight if needs_weight else weight.new_empty(0), grad_bias
 
 
@@ -269,7 +270,8 @@ def expert_output_backward(
         grad_scale = (product * x).sum(dim=-1)
         grad_x = product * scale.unsqueeze(-1)
     if needs_weight:
-        grad_weight = _expert_products(x.reshape(len(order), -1), grad, order, ends, scale=scale)
+        rows = x.reshape(len(order), -1)
+        grad_weight = _expert_products(rows, grad, order, ends, num_experts=len(weight), scale=scale)
     return grad_x, grad_scale, grad_weight
 
 
@@ -294,7 +296,8 @@ def _row_products(
     """Each row times its expert's matrix: `x` `[n or n * k, in]`, `weight` `[N, in, out]` of any strides
     -> `[n * k, out]`."""
     num_rows, (num_experts, width_in, width_out) = len(order), weight.shape
-    out = x.new_empty(num_rows, width_out)
+    # rows of no expert are not written
+    out = (x.new_zeros if len(ends) > num_experts else x.new_empty)(num_rows, width_out)
     most = _LARGEST_TILES[x.dtype]
     rows, part_out = _tile(num_rows / num_experts, most.rows), _tile(width_out, most.columns)
     worst = min(triton.cdiv(num_rows, rows) + num_experts, num_rows)
@@ -329,12 +332,13 @@ def _expert_products(
     order: Tensor,
     ends: Tensor,
     *,
+    num_experts: int,
     scale: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> Tensor:
     """The sum of the outer products of each expert's rows: `a` `[n * k, in]`, `b` `[n, out]`
     -> `[N, in, out]`. The sums of its rows of `a` are written to `sums` `[N, in]`."""
-    num_experts, width_a, width_b = len(ends), a.shape[1], b.shape[1]
+    width_a, width_b = a.shape[1], b.shape[1]
     out = a.new_empty(num_experts, width_a, width_b)
     most = _LARGEST_TILES[a.dtype]
     part_a, part_b = _tile(width_a, min(64, most.rows)), _tile(width_b, most.columns)

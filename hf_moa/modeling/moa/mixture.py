@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -115,16 +116,17 @@ class MixtureOfAttentionExperts(MultiHead):
         self, hidden_states: Tensor, padding_mask: Tensor | None, place: Any = None
     ) -> tuple[Routing, Record]:
         routing = self.router(hidden_states, padding_mask)
-        index, weight = self.ranks.own_experts(routing.index, routing.weight, self.num_experts)
-        return routing._replace(index=index, weight=weight), Record(routings=(routing,))
+        return routing, Record(routings=(routing,))
 
     def take(self, mix: Routing, subset: Any) -> Routing:
         """The routing of some of the tokens: their `index` and `weight` `[1, n, k]`."""
         return mix._replace(index=subset.gather(mix.index), weight=subset.gather(mix.weight))
 
     def no_mix(self, mix: Routing) -> Routing:
-        shape = (1, 1, mix.index.shape[-1])
-        return mix._replace(index=mix.index.new_zeros(shape), weight=mix.weight.new_zeros(shape))
+        shape = (1, 1, self.num_heads)
+        index = torch.arange(self.num_heads, device=mix.index.device) * self.num_experts
+        index = index // self.num_heads  # a slot of a group has one of the group's experts
+        return mix._replace(index=index.view(shape), weight=mix.weight.new_zeros(shape))
 
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Routing) -> Tensor:
         """`[B, T, d]` -> `[B, T, k, dh]`."""
@@ -132,9 +134,9 @@ class MixtureOfAttentionExperts(MultiHead):
 
     def position_bias(self, bias: Tensor, mix: Routing) -> Tensor:
         """The chosen experts' biases: `[1, N, T, S]` -> `[B, k, T, S]`."""
-        bias = self.ranks.part(bias, 1)
+        bias = self.ranks.shared(bias)
         # shape: (B, T, k) -> (B, k, T, S)
-        index = mix.index.transpose(1, 2).unsqueeze(-1)
+        index = self.ranks.part(mix.index, -1).transpose(1, 2).unsqueeze(-1)
         index = index.expand(-1, -1, -1, bias.shape[-1])
         return bias.expand(index.shape[0], -1, -1, -1).gather(1, index)
 
@@ -143,13 +145,21 @@ class MixtureOfAttentionExperts(MultiHead):
         return linear(context, mix.index, mix.weight)
 
     @classmethod
-    def tensor_plan(cls, names: AttentionNames) -> Plan:
-        """Each rank has some of the experts, and the keys that all share."""
+    def splits_keys(cls, config: Any) -> bool:
+        return config.moa_key_value_heads > 1
+
+    @classmethod
+    def tensor_plan(cls, config: Any, names: AttentionNames) -> Plan:
+        """Each rank has some of the experts, and the keys that all share, or those of its groups."""
+        if cls.splits_keys(config):
+            plan = {name: names.kind.outputs(parts) for name, parts in names.keys.items()}
+            return plan | {names.query: "moa_group_inputs", names.output: "moa_group_outputs"}
         plan = dict.fromkeys(names.keys, "moa_shared_output")
         return plan | {names.query: "moa_expert_inputs", names.output: "moa_expert_outputs"}
 
-    def spread_over(self, ranks: Any) -> int:
-        """As all mixtures'. Each rank has k slots for a token, of which those of its experts count."""
+    def spread_over(self, ranks: Any, num_kv_heads: int) -> tuple[int, int]:
         ranks.check("num_attention_experts", self.num_experts)
-        self.ranks = ranks
-        return self.num_heads
+        if num_kv_heads > 1:
+            return super().spread_over(ranks, num_kv_heads)
+        # one head of keys, which all ranks have
+        return super().spread_over(ranks, ranks.number)

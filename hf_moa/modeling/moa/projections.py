@@ -39,7 +39,9 @@ def multiplies_on_tensor_cores(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 or torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def computes_by_expert(index: Tensor, weight: Tensor, execution: str = "auto") -> bool:
+def computes_by_expert(
+    index: Tensor, weight: Tensor, execution: str = "auto", num_ranks: int = 1
+) -> bool:
     """Whether to compute expert by expert: as `moa_execution` says, or where it is faster.
 
     Dense products cost N a token. By expert they cost k, times a factor for moving the rows, and a
@@ -51,6 +53,7 @@ def computes_by_expert(index: Tensor, weight: Tensor, execution: str = "auto") -
         index: `[B, T, k]`, chosen experts.
         weight: `[N, a, b]`.
         execution: `moa_execution` of the configuration.
+        num_ranks: processes that share the experts, of which this one has N.
     """
     if execution == "dense" or _is_drawn_as_graph() or is_transformed():
         return False
@@ -66,13 +69,13 @@ def computes_by_expert(index: Tensor, weight: Tensor, execution: str = "auto") -
         factor, price = (5.0, 20_000_000_000) if is_fast else (2.0, 5_000_000_000)
     else:
         return False
-    num_tokens, num_selected = index.shape[0] * index.shape[1], index.shape[2]
+    num_tokens, num_selected = index.shape[0] * index.shape[1], index.shape[2] / num_ranks
     # false where a compiled graph does not know how many tokens there are
     is_faster = guard_or_false(num_tokens * (num_experts - factor * num_selected) * a * b > price)
     return is_faster and (weight.device.type == "cpu" or kernels_run_on(weight.device))
 
 
-def computes_by_slot(index: Tensor, weight: Tensor, execution: str = "auto") -> bool:
+def computes_by_slot(index: Tensor, weight: Tensor, execution: str = "auto", num_ranks: int = 1) -> bool:
     """Whether to take the k products of a single token one by one; see `computes_by_expert`."""
     if execution == "dense":
         return False
@@ -80,7 +83,7 @@ def computes_by_slot(index: Tensor, weight: Tensor, execution: str = "auto") -> 
         return False
     if index.shape[0] * index.shape[1] != 1 or is_transformed():
         return False
-    return len(weight) >= 3 * index.shape[2]
+    return num_ranks * len(weight) >= 3 * index.shape[2]
 
 
 def _is_drawn_as_graph() -> bool:
@@ -93,7 +96,13 @@ class ExpertInput(nn.Module):
 
     Parameters: `weight` `[N, out, in]`, `bias` `[N, out]`.
     Shapes: `x` `[B, T, in]`, `index` `[B, T, k]` -> `[B, T, k, out]`.
+
+    Attributes:
+        num_ranks: processes that share the experts. If there are others, N stands in `index` for an
+            expert of another process, of which the result is zero.
     """
+
+    num_ranks = 1
 
     def __init__(
         self,
@@ -121,26 +130,34 @@ class ExpertInput(nn.Module):
         return macs_of_experts(self.weight, index)
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
-        if computes_by_expert(index, self.weight, self.moa_execution):
+        if computes_by_expert(index, self.weight, self.moa_execution, self.num_ranks):
             dtype = compute_dtype(self.weight)
-            bias = None if self.bias is None else self.bias.to(dtype)
-            y = expert_input(x.flatten(0, 1).to(dtype), index.flatten(0, 1), self.weight.to(dtype), bias)
+            y = expert_input(
+                x.flatten(0, 1).to(dtype),
+                index.flatten(0, 1),
+                self.weight.to(dtype),
+                None if self.bias is None else self.bias.to(dtype),
+                has_others=self.num_ranks > 1,
+            )
             return torch.unflatten(y, 0, index.shape[:2])
-        if computes_by_slot(index, self.weight, self.moa_execution):
-            chosen = index.flatten().tolist()
-            biases = [None if self.bias is None else self.bias[e] for e in chosen]
-            slots = [
-                nn.functional.linear(x, self.weight[e], bias)
-                for e, bias in zip(chosen, biases, strict=True)
-            ]
+        if computes_by_slot(index, self.weight, self.moa_execution, self.num_ranks):
+            slots = [self._slot(x, expert) for expert in index.flatten().tolist()]
             return torch.stack(slots, dim=-2)
         return self._dense(x, index)
+
+    def _slot(self, x: Tensor, expert: int) -> Tensor:
+        if expert == self.num_experts:  # another process has it
+            return x.new_zeros(*x.shape[:-1], self.out_features)
+        bias = None if self.bias is None else self.bias[expert]
+        return nn.functional.linear(x, self.weight[expert], bias)
 
     def _dense(self, x: Tensor, index: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.flatten()
         # shape: (B, T, in) -> (B, T, N * out) -> (B, T, N, out)
         every = nn.functional.linear(x, self.weight.flatten(0, 1), bias)
         every = torch.unflatten(every, -1, (self.num_experts, self.out_features))
+        if self.num_ranks > 1:
+            every = nn.functional.pad(every, (0, 0, 0, 1))
         chosen = index.unsqueeze(-1).expand(*index.shape, self.out_features)
         return every.gather(-2, chosen)
 
@@ -150,10 +167,12 @@ class ExpertOutput(nn.Module):
 
     Parameters: `weight` `[N, in, out]`, `bias` `[out]`.
     Shapes: `x` `[B, T, k, in]`, `index` and `weight` `[B, T, k]` -> `[B, T, out]`.
+
+    Attributes:
+        num_ranks: see `ExpertInput`.
     """
 
-    # whether a token may name an expert in several slots, as where experts are spread over processes
-    slots_share_experts = False
+    num_ranks = 1
 
     def __init__(
         self,
@@ -182,21 +201,22 @@ class ExpertOutput(nn.Module):
         return macs_of_experts(self.weight, index)
 
     def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        if computes_by_expert(index, self.weight, self.moa_execution):
+        if computes_by_expert(index, self.weight, self.moa_execution, self.num_ranks):
             dtype = compute_dtype(self.weight)
             y = expert_output(
                 x.flatten(0, 1).to(dtype),
                 index.flatten(0, 1),
                 weight.flatten(0, 1).to(dtype),
                 self.weight.to(dtype),
+                has_others=self.num_ranks > 1,
             )
             y = torch.unflatten(y, 0, index.shape[:2])
-        elif computes_by_slot(index, self.weight, self.moa_execution):
+        elif computes_by_slot(index, self.weight, self.moa_execution, self.num_ranks):
             weighted = x * weight.unsqueeze(-1).to(x.dtype)
-            y = sum(  # type: ignore[assignment]  # there is a slot
-                weighted[:, :, slot] @ self.weight[expert]
-                for slot, expert in enumerate(index.flatten().tolist())
-            )
+            own = [(s, e) for s, e in enumerate(index.flatten().tolist()) if e < self.num_experts]
+            y = x.new_zeros(*x.shape[:2], self.weight.shape[2])
+            for slot, expert in own:
+                y = y + weighted[:, :, slot] @ self.weight[expert]
         else:
             y = self._dense(x, index, weight)
         return y if self.bias is None else y + self.bias
@@ -205,10 +225,10 @@ class ExpertOutput(nn.Module):
         weighted = x * weight.unsqueeze(-1).to(x.dtype)
         chosen = index.unsqueeze(-1).expand_as(weighted)
         # shape: (B, T, k, in) -> (B, T, N, in), zero where an expert was not chosen
-        spread = weighted.new_zeros(*x.shape[:-2], self.num_experts, self.in_features)
+        others = int(self.num_ranks > 1)
+        spread = weighted.new_zeros(*x.shape[:-2], self.num_experts + others, self.in_features)
         # in place, which spares a copy, unless a transform adds a dimension to only the experts
-        name = "scatter_add" if self.slots_share_experts else "scatter"
-        scatter = getattr(spread, name if is_transformed() else f"{name}_")
-        spread = scatter(-2, chosen, weighted)
+        scatter = spread.scatter if is_transformed() else spread.scatter_
+        spread = scatter(-2, chosen, weighted)[..., : self.num_experts, :]
         # shape: (B, T, N * in) @ (N * in, out) -> (B, T, out)
         return spread.flatten(-2) @ self.weight.flatten(0, 1)

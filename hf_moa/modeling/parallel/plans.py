@@ -103,7 +103,7 @@ def tensor_plan(config: Any, names: ParallelNames, mixture: Any) -> Plan | None:
     mixture, gating = MIXTURES.of(config) or mixture, GATINGS.of(config)
     plan = dict.fromkeys(names.embeddings, "embedding_rowwise")
     for attention in names.attention:
-        plan |= mixture.tensor_plan(attention) | {attention.layer: "moa_spread"}
+        plan |= mixture.tensor_plan(config, attention) | {attention.layer: "moa_spread"}
         if gating is not None:
             plan |= gating.attention_plan(config, attention, mixture)
     for layer in names.feed_forward:

@@ -36,10 +36,18 @@ class Ranks:
         which may be smaller."""
         return gates
 
-    def own_experts(self, index: Tensor, weight: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-        """The chosen experts `[..., k]` and their weights as the rank has them: numbered from its first
-        one, and with a weight of 0 for an expert of another rank, in whose place stands the first."""
-        return index, weight
+    def own_experts(self, index: Tensor, number: int) -> Tensor:
+        """Experts as the rank has them: numbered from the first of its `number`, which itself stands for
+        an expert of another rank."""
+        return index
+
+    def exchange(self, x: Tensor, dim: int) -> Tensor:
+        """What each rank has a term of -> the rank's part along `dim` of the sum."""
+        return x
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The rank's part along `dim` -> the whole, of which each rank uses some."""
+        return x
 
 
 ONE_RANK = Ranks()
@@ -72,11 +80,22 @@ class TensorRanks(Ranks):
         finer = self.number // math.gcd(self.number, gates.shape[-1])
         return self.part(gates.repeat_interleave(finer, dim=-1), -1)
 
-    def own_experts(self, index: Tensor, weight: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-        size = num_experts // self.number
-        index = index - self._first(size)
-        is_own = (index >= 0) & (index < size)
-        return index.where(is_own, 0), self.shared(weight).where(is_own, 0)
+    def own_experts(self, index: Tensor, number: int) -> Tensor:
+        index = index - self._first(number)
+        return index.where((index >= 0) & (index < number), number)
+
+    def exchange(self, x: Tensor, dim: int) -> Tensor:
+        from torch.distributed.tensor import DTensor, Partial, Shard
+
+        terms = DTensor.from_local(x, self.mesh, [Partial()], run_check=False)
+        return terms.redistribute(placements=[Shard(dim)]).to_local()
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        parts = DTensor.from_local(x, self.mesh, [Shard(dim)], run_check=False)
+        whole = parts.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
 
     def _first(self, size: int) -> int:
         return self.mesh.get_local_rank() * size

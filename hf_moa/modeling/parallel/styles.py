@@ -7,8 +7,9 @@ plan of names which style a module has; see `plans.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -140,25 +141,62 @@ class SlicedInputs(_Inputs):
 
 
 class ExpertInputs(_Outputs):
-    """`ExpertInput` of MoA: each rank has some of the experts."""
+    """`ExpertInput` of MoA: each rank has some of the experts, and attends for some of the slots.
+
+    The rank of a slot's expert makes its query, and sends it to the rank of the slot. So all ranks
+    attend for as many slots, whatever experts the tokens have.
+
+    Args:
+        in_groups: a rank's slots have its experts, which spares the sending: the experts stand in
+            groups of which each rank has some.
+    """
+
+    def __init__(self, *, in_groups: bool):
+        self.in_groups = in_groups
 
     def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
         return Shard(0)
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
         module.num_experts //= mesh.size()
+        if not self.in_groups:
+            module.num_ranks = mesh.size()
         return super().install_forward(module, mesh)
+
+    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+        ranks, (x, index) = TensorRanks(mesh), args
+        if self.in_groups:
+            index = ranks.part(index, -1)
+        return (ranks.shared(x), ranks.own_experts(index, module.num_experts)), kwargs
+
+    def transform_output_post_forward(self, module: Any, output: Tensor, mesh: Any) -> Tensor:
+        return output if self.in_groups else TensorRanks(mesh).exchange(output, 2)
 
 
 class ExpertOutputs(_Inputs):
-    """`ExpertOutput` of MoA: each rank adds up its own experts, and the ranks' sums are added."""
+    """`ExpertOutput` of MoA: each rank adds up what its own experts make of the contexts of all slots,
+    or of its own (`in_groups`, see `ExpertInputs`), and the ranks' sums are added."""
+
+    def __init__(self, *, in_groups: bool):
+        self.in_groups = in_groups
 
     def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
         return Replicate() if name == "bias" else Shard(0)
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
         module.num_experts //= mesh.size()
-        module.slots_share_experts = True
+        if not self.in_groups:
+            module.num_ranks = mesh.size()
+        ranks, forward = TensorRanks(mesh), module.forward
+
+        def of_own(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+            if self.in_groups:
+                index, weight = ranks.part(index, -1), ranks.part(weight, -1)
+            else:
+                x, weight = ranks.gather(x, 2), ranks.shared(weight)
+            return forward(x, ranks.own_experts(index, module.num_experts), weight)
+
+        module.forward = of_own
         return super().install_forward(module, mesh)
 
 
@@ -211,11 +249,13 @@ def register_styles(names: Any) -> None:
             styles.register(name, _STYLES[name]())
 
 
-_STYLES = {
+_STYLES: dict[str, Callable[[], Any]] = {
     "moa_spread": Spread,
     "moa_inputs": SlicedInputs,
-    "moa_expert_inputs": ExpertInputs,
-    "moa_expert_outputs": ExpertOutputs,
+    "moa_expert_inputs": partial(ExpertInputs, in_groups=False),
+    "moa_expert_outputs": partial(ExpertOutputs, in_groups=False),
+    "moa_group_inputs": partial(ExpertInputs, in_groups=True),
+    "moa_group_outputs": partial(ExpertOutputs, in_groups=True),
     "moa_shared_output": SharedOutput,
     "moa_shared_parameters": SharedParameters,
     "moa_whole_norm": WholeNorm,
