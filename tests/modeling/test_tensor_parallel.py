@@ -69,6 +69,8 @@ ON_4 = {
     "bert-moe": TP_2_FSDP_2_EP_4,
     "gpt2-moa": TP_4,
     "gpt2-moa+sparse": TP_4,
+    "gpt2-moe+whole-experts": {"tp_size": 4, "ep_size": 4},
+    "t5-moa-moe-cct+sharded": {"fsdp_size": 4, "ep_size": 4},
     "gpt2-cct-plain": TP_2_FSDP_2,
     "gpt2-moe": FSDP_2_EP_2 | {"dp_replicate_size": 2},
     "t5-moa": TP_2_FSDP_2,
