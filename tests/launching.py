@@ -20,11 +20,16 @@ def launch(script, *arguments, how=DATA_PARALLEL, environment=None, timeout=300)
         *("--main_process_port", "0", "--mixed_precision", "no"),
     ]
     variables = {"ACCELERATE_USE_CPU": "true"} if environment is None else environment
-    return _run([*command, script, *arguments], variables, timeout)
+    return _succeeded(_run([*command, script, *arguments], variables, timeout))
 
 
 def launch_ranks(number, script, *arguments, timeout=300):
     """Run a script in some processes on the CPU, as `torchrun` does."""
+    return _succeeded(run_ranks(number, script, *arguments, timeout=timeout))
+
+
+def run_ranks(number, script, *arguments, timeout=300):
+    """The same of a script that may fail: the finished process."""
     command = ["torch.distributed.run", "--standalone", "--nproc_per_node", number]
     return _run([*command, script, *arguments], {}, timeout)
 
@@ -35,9 +40,12 @@ def _run(command, variables, timeout):
         "PYTHONPATH": os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")]),
         **variables,
     }
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", *map(str, command)],
         env=environment, capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
+
+
+def _succeeded(done):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout

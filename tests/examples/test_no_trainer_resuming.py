@@ -6,10 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from functools import partial
 
 import pytest
 import torch
 from accelerate_runs import SCRIPTS, cut_unevenly, evaluations, log, run, weights
+from launching import run_ranks
 from script_runs import command_line
 
 from hf_moa.recipes.accelerate.checkpoints import find_checkpoints
@@ -123,6 +126,43 @@ run_clm_no_trainer.main({command_line(values)!r})
     expected = weights(other)
     for name, tensor in weights(values).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+_DIES = """
+import os, signal, sys, time
+from pathlib import Path
+import accelerate
+import run_clm_no_trainer
+save, calls = accelerate.Accelerator.save_state, []
+def die(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == 3 and os.environ["RANK"] == "2":
+        Path(sys.argv[1]).write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(*args, **kwargs)
+if sys.argv[1] != "nobody":
+    accelerate.Accelerator.save_state = die
+run_clm_no_trainer.main(sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+def test_one_of_four_processes_is_killed(arguments, tmp_path):
+    """The others end within a minute, with an error that says so, and the run goes on."""
+    (tmp_path / "script.py").write_text(_DIES)
+    values = arguments("clm", attention_type="mae", checkpointing_steps=1, per_device_train_batch_size=1)
+    values["resume_from_checkpoint"] = "latest"
+    run_script = partial(run_ranks, 4, tmp_path / "script.py")
+    died = run_script(tmp_path / "time_of_death", *command_line(values))
+    assert died.returncode != 0
+    assert time.time() - float((tmp_path / "time_of_death").read_text()) < 60
+    assert "Signal 9 (SIGKILL)" in died.stderr
+    assert [path.name for path in find_checkpoints(tmp_path / "out")] == ["step_1", "step_2"]
+    for changed in (values, values | {"output_dir": tmp_path / "undisturbed"}):
+        done = run_script("nobody", *command_line(changed))
+        assert done.returncode == 0, done.stderr[-3000:]
+    # DDP does not add four terms in the order of a run without a stop
+    torch.testing.assert_close(weights(values), weights(changed), rtol=1e-5, atol=1e-6)
 
 
 def test_an_evaluation_stands_in_the_log_once(arguments, tmp_path):
