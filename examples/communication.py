@@ -152,8 +152,8 @@ class _Attention:
         else:
             sent["all_reduce"] += 2 * keys * c.head_dim
         sent["all_reduce"] += each * c.hidden_size
-        if is_fused and self._splits_keys:
-            sent["all_reduce"] += 2 * self._key_width + (0 if is_moa else _width(c))  # biases
+        if _shares_biases(c) and self._splits_keys:
+            sent["all_reduce"] += 2 * self._key_width + (0 if is_moa else _width(c))
         if is_moa:
             sent["all_reduce"] += queries * c.num_attention_heads  # weights of experts
         if c.attention_type == "mae" and c.mae_gate_type == "learned":
@@ -215,8 +215,8 @@ class _FeedForward:
                 rows = ceil(tokens / call.ep_size)
                 sent["all_gather"] += self._parts * rows * c.num_ffn_experts_per_token
         elif call.tp_size > 1:
-            if c.model_type == "moa_gpt2" and self._parts == 1:
-                sent["all_reduce"] += c.ffn_size  # biases
+            if _shares_biases(c) and self._parts == 1:
+                sent["all_reduce"] += c.ffn_size
             if c.cct_budgets is not None and self._parts == 1:
                 sent["all_reduce"] += tokens * c.cct_num_ffn_splits  # gates
         return sent
@@ -244,6 +244,12 @@ class _FeedForward:
         c = self.config
         has_some = c.cct_budgets is not None and (c.cct_sublayer_norm or c.ffn_type == "moe")
         return c.cct_num_ffn_splits if has_some else 1
+
+
+def _shares_biases(config: Any) -> bool:
+    """Whether all processes have the biases of a split layer's outputs."""
+    is_dealt = config.nested_budgets is not None and config.model_type == "moa_bert"
+    return is_dealt or config.model_type == "moa_gpt2"
 
 
 def _width(config: Any) -> int:

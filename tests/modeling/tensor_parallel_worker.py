@@ -188,7 +188,7 @@ class Scenario:
         self.split.train()
         for is_first in (True, False):
             with Sent() as of_forward:
-                loss = self.split(**inputs, **self.case.labels()).loss
+                loss = self.split(**inputs, **self.case.labels(), **self.budgets[0]).loss
             with Sent() as of_backward:
                 loss.backward()
             self.split.zero_grad()

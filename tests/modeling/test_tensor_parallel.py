@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import BERT, CASE, GPT2, LANGUAGE_MODELS, T5, each_variant_but
+from families import BERT, CASE, GPT2, LANGUAGE_MODELS, T5, each_variant
 from launching import launch_ranks
 from transformers.distributed.parallel_utils import _get_parameter_plan, replace_layer_number_by_wildcard
 
-from hf_moa.modeling.parallel.ranks import TensorRanks
+from hf_moa.modeling.parallel.ranks import DealtRanks, TensorRanks
 
 FAMILIES = {family.name: family for family in (BERT, GPT2, T5)}
 TP_2 = {"tp_size": 2}
@@ -30,6 +30,9 @@ MORE_FIELDS = {
     "gpt2-moa+sparse": {"num_attention_experts": 8, "moa_execution": "sparse"},
     "t5-moa": {"num_attention_experts": 8, "vocab_size": 68, "moa_execution": "sparse"},
     "t5-moa+groups": {"num_key_value_heads": 2},
+    # 4 heads, and 3
+    "t5-mae-nested+uneven": {"nested_budgets": [1, 0.75]},
+    "bert-mae-nested+four": {"nested_budgets": [1, 0.99], "nested_heads": [4, 4]},
     "bert-moa-moe-cct+groups": {"num_key_value_heads": 2},
     # parts of one size, where weights are tied
     "gpt2-cct-plain": {"vocab_size": 68},
@@ -45,6 +48,7 @@ FEW = {
     "bert-mae-2": TP_2,
     "gpt2-mae-cct": TP_2,
     "gpt2-moe": TP_2_EP_2,
+    "bert-mae-nested": TP_2,
     "t5-mha": FSDP_2,
     "t5-moa-moe-cct": TP_2,
 }
@@ -63,12 +67,14 @@ ON_2 = {
     "t5-moe-gated-gelu": FSDP_2_EP_2,
     "t5-mae-gated-gelu": TP_2,
     "t5-moa+groups": TP_2,
+    "t5-mae-nested+uneven": TP_2,
 }
 ON_4 = {
     "bert-mae-2": TP_4,
     "bert-moe": TP_2_FSDP_2_EP_4,
     "gpt2-moa": TP_4,
     "gpt2-moa+sparse": TP_4,
+    "bert-mae-nested+four": TP_4,
     "gpt2-moe+whole-experts": {"tp_size": 4, "ep_size": 4},
     "t5-moa-moe-cct+sharded": {"fsdp_size": 4, "ep_size": 4},
     "gpt2-cct-plain": TP_2_FSDP_2,
@@ -77,13 +83,8 @@ ON_4 = {
     "t5-cct": TP_4,
     "t5-mae-1": HSDP,
 }
-# what is refused
-LEFT_OUT = ("mae-nested",)
 ALL_ON_2 = {
-    f"{case.family.name}-{name}": TP_2
-    for case in LANGUAGE_MODELS
-    for name in case.family.variants
-    if name not in LEFT_OUT
+    f"{case.family.name}-{name}": TP_2 for case in LANGUAGE_MODELS for name in case.family.variants
 }
 
 
@@ -140,7 +141,7 @@ def test_every_variant_on_two_processes(scenario, results):
 WHOLE = ("gate.", "router.", "control.", "norm", "Norm", "ln_", "relative_attention_bias")
 
 
-@each_variant_but(**{family: {*LEFT_OUT} for family in FAMILIES})
+@each_variant
 def test_every_matrix_of_a_layer_has_a_place(case, fields):
     """In the plan of tensor parallelism, or of expert parallelism; and no name that the model lacks."""
     with torch.device("meta"):
@@ -189,7 +190,11 @@ class Mesh:
             4,
             r"num_key_value_heads must be a multiple of tp_size=4 \(got 2\)",
         ),
-        ({"nested_budgets": [1, 0.5]}, 2, r"tp_size must be 1 with nested_budgets.*\(got 2\): extract"),
+        (
+            {"nested_budgets": [1, 0.5]},
+            4,
+            r"at most the heads of the smallest of nested_budgets, 2 \(got 4\): extract",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(fields, number, message):
@@ -202,6 +207,18 @@ def test_tied_weights_of_uneven_parts_are_refused():
     model, sizes = CASE["GPT2LMHeadModel"].build(), {"dp_size": 2, "fsdp_size": 2, "tp_size": 2}
     with pytest.raises(ValueError, match=r"vocab_size must be a multiple .* = 4 .*\(got 67\)"):
         type(model).maybe_distribute_model(model, SimpleNamespace(**sizes), Mesh(2))
+
+
+def test_dealt_heads_are_not_sharded_too():
+    model, sizes = CASE["BertModel"].build(nested_budgets=[1, 0.5]), {"fsdp_size": 2, "tp_size": 2}
+    with pytest.raises(ValueError, match=r"must be 1 with nested_budgets, .*\(got 2 and 2\): extract"):
+        type(model).maybe_distribute_model(model, SimpleNamespace(**sizes), Mesh(2))
+
+
+def test_parts_that_are_dealt_in_turn():
+    ranks = DealtRanks(Mesh(2))  # the first
+    assert [ranks.count(number) for number in range(4)] == [0, 1, 1, 2]
+    assert ranks.part(torch.arange(5), 0).tolist() == [0, 2, 4]
 
 
 def test_finer_slices_where_there_are_more_ranks_than_gates():

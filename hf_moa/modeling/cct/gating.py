@@ -91,6 +91,9 @@ class CctGating:
             **_network_options(config),
         )
 
+    # what tensor parallelism splits so that FSDP cannot shard it
+    split_but_not_sharded = None
+
     @staticmethod
     def attention_plan(config: Any, names: AttentionNames, mixture: type[MultiHead]) -> Plan:
         """How the norms are split, which normalise all heads' keys, values or contexts together."""

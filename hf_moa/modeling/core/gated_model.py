@@ -24,7 +24,7 @@ from .initialization import InitScales
 from .mechanism import mechanisms_of
 from .outputs import batch_term
 from .sharding import FSDPModule
-from .slots import require_code
+from .slots import GATINGS, require_code
 
 logger = logging.get_logger(__name__)
 
@@ -86,8 +86,17 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         keep what it was loaded with, where processes have parts of different sizes.
 
         Raises:
-            ValueError: under tensor parallelism, too, where it would.
+            ValueError: under tensor parallelism, too, where it would; and with what FSDP cannot shard
+                there.
         """
+        gating = GATINGS.of(model.config)
+        if mesh_manager is not None and gating is not None and gating.split_but_not_sharded:
+            sizes = distributed_config.tp_size, distributed_config.fsdp_size
+            if min(sizes) > 1:
+                raise ValueError(
+                    f"tp_size or fsdp_size must be 1 with {gating.split_but_not_sharded} (got "
+                    f"{sizes[0]} and {sizes[1]}): extract(budget) gives a plain model, which takes both."
+                )
         if mesh_manager is not None and distributed_config.dp_size > 1 and model.all_tied_weights_keys:
             number = distributed_config.tp_size * distributed_config.fsdp_size
             if distributed_config.tp_size == 1:

@@ -51,9 +51,17 @@ def linear_slice(module: nn.Module, x: Tensor, first: int, last: int, *, of: int
 
 def output_slice(module: nn.Module, x: Tensor, start: int, end: int) -> Tensor:
     """The outputs of a linear layer from `start` to before `end`: `[..., in]` -> `[..., end - start]`.
-    Of a layer that is not plain, all is computed."""
+    Of a layer that is not plain, all is computed, if it has no `output_slice` of its own."""
+    own = module.__dict__.get("output_slice")
+    if own is not None:
+        return own(x, start, end)
     if not is_plain(module):
         return module(x)[..., start:end]
+    return plain_output_slice(module, x, start, end)
+
+
+def plain_output_slice(module: PlainLinear, x: Tensor, start: int, end: int) -> Tensor:
+    """The same of a layer that is what its weight says."""
     bias = None if module.bias is None else module.bias[start:end]
     is_conv = isinstance(module, Conv1D)
     weight = module.weight[:, start:end].t() if is_conv else module.weight[start:end]
@@ -63,10 +71,15 @@ def output_slice(module: nn.Module, x: Tensor, start: int, end: int) -> Tensor:
 def of_first_inputs(module: nn.Module, x: Tensor, size: int) -> Tensor:
     """What a linear layer of `size` inputs makes of its first ones, the others being zero: `[..., n]` ->
     `[..., out]`. In a layer that is not plain, they are."""
-    if x.shape[-1] == size:
+    if x.shape[-1] == size or "takes_first_inputs" in module.__dict__:
         return module(x)
     if not is_plain(module):
         return module(nn.functional.pad(x, (0, size - x.shape[-1])))
+    return plain_of_first_inputs(module, x)
+
+
+def plain_of_first_inputs(module: PlainLinear, x: Tensor) -> Tensor:
+    """The same of a layer that is what its weight says."""
     is_conv, first = isinstance(module, Conv1D), slice(x.shape[-1])
     weight = module.weight[first].t() if is_conv else module.weight[:, first]
     return nn.functional.linear(x, weight, module.bias)

@@ -17,22 +17,32 @@ from ..attention.flow import Attended, AttentionCall, AttentionFlow
 from ..cache.place import CachePlace
 from ..core.linear_slices import of_first_inputs, output_slice
 from ..core.records import Record
+from ..parallel.ranks import ONE_RANK, Ranks
 from .budgets import NestedBudget, NestedUse
 
 
 class NestedHeads(nn.Module):
     """What an attention layer computes of its heads. It has no parameters: heads are slices of the
-    layer's projections."""
+    layer's projections.
+
+    Args:
+        fewest_heads: those of the smallest budget.
+    """
+
+    def __init__(self, fewest_heads: int = 1):
+        super().__init__()
+        self.fewest_heads = fewest_heads
 
     def attend(self, layer: AttentionFlow, call: AttentionCall, mix: Any, record: Record) -> Attended:
         """A layer's attention of the heads that the call's budget has."""
         budget: NestedBudget = call.budget
-        number = layer.num_heads if budget is None else budget.heads
+        number = layer.num_heads if budget is None else self.ranks.count(budget.heads)
         query, key, value = _project(layer, call, mix, number)
         _check_cache(call)
         query, key, value = layer.with_cached(call, query, key, value)
         if call.position_bias is not None:
-            call = call._replace(position_bias=call.position_bias[:, :number])
+            of_all = layer.mixture.num_heads if budget is None else budget.heads
+            call = call._replace(position_bias=call.position_bias[:, :of_all])
         if call.is_paged:  # pages have room for all heads
             missing = layer.num_heads - number
             query = nn.functional.pad(query, (0, 0, 0, missing))
@@ -40,7 +50,7 @@ class NestedHeads(nn.Module):
         context, attentions = layer.attend_to(call, query, key, value, mix)
         context = context[:, :, :number]
         if budget is not None and budget.head_mask is not None:
-            context = context * budget.head_mask
+            context = context * self.ranks.part(budget.head_mask, 2)
         mix = layer.mixture.take_heads(mix, number)
         macs = 4 * layer.hidden_size * layer.head_dim
         mask = call.padding_mask if call.token is None else call.kv_mask
@@ -55,16 +65,22 @@ class NestedHeads(nn.Module):
             linear = partial(of_first_inputs, linear, size=size)  # type: ignore[assignment]  # calls do
         return layer.mixture.output(linear, attended.context, attended.mix)
 
-    def spread_over(self, ranks: Any) -> None:
-        """Refuse: the first heads would all be of the first ranks.
+    # what has a part of the heads
+    ranks: Ranks = ONE_RANK
+
+    def spread_over(self, ranks: Ranks) -> None:
+        """Compute the rank's of the heads that a budget has.
 
         Raises:
-            ValueError: always.
+            ValueError: at the smallest budget, a rank would have none.
         """
-        raise ValueError(
-            "tp_size must be 1 with nested_budgets, whose heads cannot be spread over processes (got "
-            f"{ranks.number}): extract(budget) gives a plain model, which can."
-        )
+        if ranks.number > self.fewest_heads:
+            raise ValueError(
+                "tp_size must be at most the heads of the smallest of nested_budgets, "
+                f"{self.fewest_heads} (got {ranks.number}): extract(budget) gives a plain model of a "
+                "larger one."
+            )
+        self.ranks = ranks
 
     def prepare_cache(self, place: CachePlace) -> None:
         """Nothing: a cache holds the heads that it is given."""

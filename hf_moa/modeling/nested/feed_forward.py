@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..core.linear_slices import of_first_inputs, output_slice
 from ..core.records import Record
+from ..parallel.ranks import ONE_RANK, Ranks
 from .budgets import NestedUse
 
 
@@ -23,6 +24,13 @@ class NestedNeurons(nn.Module):
         super().__init__()
         self.intermediate_size = intermediate_size
 
+    # what has a part of the neurons
+    ranks: Ranks = ONE_RANK
+
+    def spread_over(self, ranks: Ranks) -> None:
+        """Compute the rank's of the neurons that a budget has."""
+        self.ranks = ranks
+
     def compute(
         self,
         x: Tensor,
@@ -34,12 +42,13 @@ class NestedNeurons(nn.Module):
         budget: Any = None,
     ) -> tuple[Tensor, Record]:
         """See `feed_forward.layers.gated_dense`."""
-        size = self.intermediate_size
-        if budget is None or budget.neurons == size:
+        size = self.ranks.count(self.intermediate_size)
+        number = size if budget is None else self.ranks.count(budget.neurons)
+        if number == size:
             hidden = activation(*(matrix(x) for matrix in up))
         else:
-            hidden = activation(*(output_slice(matrix, x, 0, budget.neurons) for matrix in up))
+            hidden = activation(*(output_slice(matrix, x, 0, number) for matrix in up))
         if budget is not None and budget.neuron_mask is not None:
-            hidden = hidden * budget.neuron_mask
+            hidden = hidden * self.ranks.part(budget.neuron_mask, -1)
         use = NestedUse((len(up) + 1) * x.shape[-1], x.shape[1], padding_mask)
         return of_first_inputs(down, hidden, size), Record(use=use)

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..attention.multi_head import MultiHead
 from ..core.slots import GATINGS
+from ..parallel.plans import AttentionNames, FeedForwardNames, Plan
 from .attention import NestedHeads
 from .budgets import NestedBudgets, NestedPairs
 from .feed_forward import NestedNeurons
@@ -28,7 +29,7 @@ class NestedGating:
                 f"{type(config).__name__}.nested_budgets must be None with {type(mixture).__name__}, "
                 f"whose heads are no slices of plain projections (got {config.nested_budgets})."
             )
-        return NestedHeads()
+        return NestedHeads(min(shape.heads for shape in shapes_of(config)))
 
     @staticmethod
     def output_dropout(config: Any, rate: float) -> float:
@@ -44,15 +45,26 @@ class NestedGating:
         """What that layer computes."""
         return NestedNeurons(intermediate_size)
 
-    @staticmethod
-    def attention_plan(config: Any, names: Any, mixture: Any) -> dict[str, str]:
-        """Nothing: `NestedHeads` refuses."""
-        return {}
+    # transformers loads no rows that are dealt in turn and then sharded
+    split_but_not_sharded = "nested_budgets, whose heads are dealt to the processes in turn"
 
     @staticmethod
-    def feed_forward_plan(config: Any, names: Any) -> dict[str, str]:
-        """The same."""
-        return {}
+    def attention_plan(config: Any, names: AttentionNames, mixture: type[MultiHead]) -> Plan:
+        """Heads are dealt to the ranks in turn, so that each has its share of the first ones."""
+        heads = config.num_attention_heads
+        plan = {names.layer: "moa_deal", names.output: f"moa_dealt_inputs_{heads}"}
+        if not names.fuses:
+            plan[names.query] = f"moa_dealt_outputs_{heads}"
+        for name, parts in names.keys.items():
+            plan[name] = f"moa_dealt_outputs_{heads * (parts + names.fuses)}"
+        return plan
+
+    @staticmethod
+    def feed_forward_plan(config: Any, names: FeedForwardNames) -> Plan:
+        """So are neurons."""
+        neurons = config.ffn_size
+        plan = dict.fromkeys(names.up, f"moa_dealt_outputs_{neurons}")
+        return plan | {names.down: f"moa_dealt_inputs_{neurons}", names.gate: "moa_deal"}
 
     @staticmethod
     def stack(config: Any) -> NestedBudgets:

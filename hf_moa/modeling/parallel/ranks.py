@@ -36,6 +36,10 @@ class Ranks:
         which may be smaller."""
         return gates
 
+    def count(self, number: int) -> int:
+        """How many of the first `number` parts are the rank's."""
+        return number
+
     def own_experts(self, index: Tensor, number: int) -> Tensor:
         """Experts as the rank has them: numbered from the first of its `number`, which itself stands for
         an expert of another rank."""
@@ -108,3 +112,15 @@ class TensorRanks(Ranks):
         """
         if size % self.number:
             raise ValueError(f"{name} must be a multiple of tp_size={self.number} (got {size}).")
+
+
+class DealtRanks(TensorRanks):
+    """Ranks to which parts are dealt in turn, so that each has as many of the first ones as every other,
+    or one less."""
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        first = self.mesh.get_local_rank()
+        return self.shared(x)[(slice(None),) * (dim % x.ndim) + (slice(first, None, self.number),)]
+
+    def count(self, number: int) -> int:
+        return len(range(self.mesh.get_local_rank(), number, self.number))

@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from .ranks import TensorRanks
+from ..core.linear_slices import plain_of_first_inputs, plain_output_slice
+from .ranks import DealtRanks, TensorRanks
 
 try:
     import torch.distributed as dist
@@ -29,10 +31,17 @@ except ImportError:  # an older transformers, or a torch without distributed tra
 
 
 class Spread(TensorParallelLayer):
-    """A module that is told over which ranks its heads or neurons are spread: `spread_over`."""
+    """A module that is told over which ranks its heads or neurons are spread: `spread_over`.
+
+    Args:
+        ranks: `TensorRanks` or a subclass.
+    """
+
+    def __init__(self, ranks: type[TensorRanks] = TensorRanks):
+        self.ranks = ranks
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
-        module.spread_over(TensorRanks(mesh))
+        module.spread_over(self.ranks(mesh))
         return module
 
 
@@ -103,26 +112,33 @@ class SlicedOutputs(_Outputs):
     def __init__(self, parts: int):
         self.parts = parts
 
+    def num_parts(self, number: int) -> int:
+        """How many there are, each of which `number` ranks share."""
+        return self.parts
+
     def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
-        if shape[-1] % (self.parts * number):
+        size = shape[_output_dim(module)] if name == "weight" else shape[0]
+        if size % (self.num_parts(number) * number):
             raise ValueError(
-                f"The {shape[-1]} outputs of a {type(module).__name__} cannot be shared by "
-                f"tp_size={number}: each of its {self.parts} matrices must have a multiple of it."
+                f"The {size} outputs of a {type(module).__name__} cannot be shared by tp_size="
+                f"{number}: each of its {self.num_parts(number)} parts must have a multiple of it."
             )
         if name == "bias":
             return Replicate()
-        return Shard(1) if self.parts == 1 else _StridedShard(1, split_factor=self.parts)
+        return _strided(_output_dim(module), self.num_parts(number))
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
-        module.nf //= mesh.size()  # by which it forms its output
+        if isinstance(module, Conv1D):
+            module.nf //= mesh.size()  # by which it forms its output
         return super().install_forward(module, mesh)
 
     @contextmanager
     def context_around_forward(self, module: Any, mesh: Any) -> Iterator[None]:
         with super().context_around_forward(module, mesh):
             whole = module._parameters["bias"]
-            own = TensorRanks(mesh).part(whole.view(self.parts, -1), 1).flatten()
-            module._parameters["bias"] = own
+            if whole is not None:
+                parts = whole.view(self.num_parts(mesh.size()), -1)
+                module._parameters["bias"] = TensorRanks(mesh).part(parts, 1).flatten()
             try:
                 yield
             finally:
@@ -138,6 +154,66 @@ class SlicedInputs(_Inputs):
     def no_bias(self, module: Any) -> Tensor | None:
         # it adds one in any case
         return module.weight.to_local().new_zeros(module.nf)
+
+
+class DealtOutputs(SlicedOutputs):
+    """Outputs of a `Conv1D` or `nn.Linear` in units, which are dealt to the ranks in turn, so that the
+    first ones are of all ranks. A call may ask for the first of a rank's.
+
+    Args:
+        units: heads or neurons, of all matrices side by side.
+    """
+
+    def __init__(self, units: int):
+        self.units = units
+
+    def num_parts(self, number: int) -> int:
+        if self.units % number:
+            raise ValueError(
+                f"tp_size must divide the {self.units} heads or neurons that are shared (got {number})."
+            )
+        return self.units // number
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        def own_outputs(x: Tensor, start: int, end: int) -> Tensor:
+            (x,), _ = self.transform_inputs_pre_forward(module, (x,), {}, mesh)
+            with self.context_around_forward(module, mesh):
+                return plain_output_slice(module, x, start, end)
+
+        module.output_slice = own_outputs
+        return super().install_forward(module, mesh)
+
+
+class DealtInputs(_Inputs):
+    """Inputs of a `Conv1D` or `nn.Linear` in units, which are dealt to the ranks in turn. A call may
+    have only the first of a rank's.
+
+    Args:
+        units: heads or neurons.
+    """
+
+    def __init__(self, units: int):
+        self.units = units
+
+    def placement(self, module: nn.Module, name: str, shape: Any, number: int) -> Any:
+        if name == "bias":
+            return Replicate()
+        return _strided(1 - _output_dim(module), self.units // number)
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        module.takes_first_inputs = True
+        module.forward = partial(plain_of_first_inputs, module)
+        return super().install_forward(module, mesh)
+
+
+def _output_dim(module: nn.Module) -> int:
+    """Of a linear layer's weight."""
+    return 1 if isinstance(module, Conv1D) else 0
+
+
+def _strided(dim: int, parts: int) -> Any:
+    """Each of some parts over all ranks."""
+    return Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
 
 
 class ExpertInputs(_Outputs):
@@ -234,7 +310,7 @@ class SharedParameters(TensorParallelLayer):
             module._parameters.update(parameters)
 
 
-_SLICED = re.compile(r"moa_outputs_(\d+)")
+_NUMBERED = re.compile(r"(moa_\w+)_(\d+)")
 
 
 def register_styles(names: Any) -> None:
@@ -243,14 +319,20 @@ def register_styles(names: Any) -> None:
     for name in names:
         if name in styles:
             continue
-        if found := _SLICED.fullmatch(name):
-            styles.register(name, SlicedOutputs(int(found[1])))
+        if (found := _NUMBERED.fullmatch(name)) and found[1] in _NUMBERED_STYLES:
+            styles.register(name, _NUMBERED_STYLES[found[1]](int(found[2])))
         elif name in _STYLES:
             styles.register(name, _STYLES[name]())
 
 
+_NUMBERED_STYLES: dict[str, Callable[[int], Any]] = {
+    "moa_outputs": SlicedOutputs,
+    "moa_dealt_outputs": DealtOutputs,
+    "moa_dealt_inputs": DealtInputs,
+}
 _STYLES: dict[str, Callable[[], Any]] = {
     "moa_spread": Spread,
+    "moa_deal": partial(Spread, DealtRanks),
     "moa_inputs": SlicedInputs,
     "moa_expert_inputs": partial(ExpertInputs, in_groups=False),
     "moa_expert_outputs": partial(ExpertOutputs, in_groups=False),
