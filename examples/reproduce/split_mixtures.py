@@ -107,6 +107,7 @@ def run(fields: dict[str, Any], options: Options) -> dict[str, Any]:
     train, test = data[: -len(data) // 10], data[-len(data) // 10 :]
     # processes that share attention experts have one batch
     generator = torch.Generator().manual_seed(rank if is_moe else 0)
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     losses = []
     start = time.perf_counter()

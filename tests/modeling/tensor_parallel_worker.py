@@ -16,6 +16,7 @@ from communication import Call, backward, forward, sharded
 from families import LANGUAGE_MODELS
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.distributed import DistributedConfig, consolidate_distributed_checkpoint
 
 CASES = {case.family.name: case for case in LANGUAGE_MODELS}
@@ -116,6 +117,21 @@ class Scenario:
             hidden = "decoder_hidden_states" if self.case.family.name == "t5" else "hidden_states"
             for one, other in zip(got[hidden], want[hidden], strict=True):
                 equal(one, other)
+
+    def savings(self) -> None:
+        """What a nested budget saves is shared by all processes."""
+        if self.whole.config.nested_budgets is None or "tp_size" not in self.parallel:
+            return
+        saved = []
+        for model in (self.split, self.whole):
+            operations = []
+            for budget in self.budgets:
+                with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                    model(**self.inputs(), **budget)
+                operations.append(counter.get_total_flops())
+            saved.append(torch.tensor(operations[0] - operations[1]))
+        dist.all_reduce(saved[0])
+        assert saved[0] == saved[1]
 
     def sparse_forward(self) -> None:
         """In eval only some tokens, where gates skip some."""
@@ -284,6 +300,7 @@ PROPERTIES = (
     "is_split",
     "generation",  # first: sharded models prepare themselves in their first forward
     "forward",
+    "savings",
     "sparse_forward",
     "gradients",
     "training_step_and_saving",

@@ -32,7 +32,8 @@ MORE_FIELDS = {
     "t5-moa+groups": {"num_key_value_heads": 2},
     # 4 heads, and 3
     "t5-mae-nested+uneven": {"nested_budgets": [1, 0.75]},
-    "bert-mae-nested+four": {"nested_budgets": [1, 0.99], "nested_heads": [4, 4]},
+    "gpt2-mae-nested+uneven": {"nested_budgets": [1, 0.75]},
+    "bert-mae-nested+four": {"nested_heads": [4, 4], "nested_ffn_sizes": [48, 24]},
     "bert-moa-moe-cct+groups": {"num_key_value_heads": 2},
     # parts of one size, where weights are tied
     "gpt2-cct-plain": {"vocab_size": 68},
@@ -68,6 +69,7 @@ ON_2 = {
     "t5-mae-gated-gelu": TP_2,
     "t5-moa+groups": TP_2,
     "t5-mae-nested+uneven": TP_2,
+    "gpt2-mae-nested+uneven": TP_2,
 }
 ON_4 = {
     "bert-mae-2": TP_4,

@@ -36,13 +36,16 @@ class NestedHeads(nn.Module):
     def attend(self, layer: AttentionFlow, call: AttentionCall, mix: Any, record: Record) -> Attended:
         """A layer's attention of the heads that the call's budget has."""
         budget: NestedBudget = call.budget
-        number = layer.num_heads if budget is None else self.ranks.count(budget.heads)
-        query, key, value = _project(layer, call, mix, number)
+        heads = layer.mixture.num_heads if budget is None else budget.heads
+        number = self.ranks.count(heads)
+        if heads == layer.mixture.num_heads:  # on all ranks alike: slices would be summed one by one
+            query, key, value = layer.project(call.hidden_states, call.source, mix)
+        else:
+            query, key, value = _project(layer, call, number)
         _check_cache(call)
         query, key, value = layer.with_cached(call, query, key, value)
         if call.position_bias is not None:
-            of_all = layer.mixture.num_heads if budget is None else budget.heads
-            call = call._replace(position_bias=call.position_bias[:, :of_all])
+            call = call._replace(position_bias=call.position_bias[:, :heads])
         if call.is_paged:  # pages have room for all heads
             missing = layer.num_heads - number
             query = nn.functional.pad(query, (0, 0, 0, missing))
@@ -91,11 +94,9 @@ class NestedHeads(nn.Module):
 
 
 def _project(
-    layer: AttentionFlow, call: AttentionCall, mix: Any, number: int
+    layer: AttentionFlow, call: AttentionCall, number: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Queries `[B, T, n, dh]`, and keys and values `[B, S, n * dh]` where there is a source."""
-    if number == layer.num_heads:
-        return layer.project(call.hidden_states, call.source, mix)
 
     def of_first(x: Tensor, projection: tuple[nn.Module, int]) -> Tensor:
         module, start = projection

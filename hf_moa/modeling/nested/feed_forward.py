@@ -42,13 +42,13 @@ class NestedNeurons(nn.Module):
         budget: Any = None,
     ) -> tuple[Tensor, Record]:
         """See `feed_forward.layers.gated_dense`."""
-        size = self.ranks.count(self.intermediate_size)
-        number = size if budget is None else self.ranks.count(budget.neurons)
-        if number == size:
+        size = self.intermediate_size
+        if budget is None or budget.neurons == size:
             hidden = activation(*(matrix(x) for matrix in up))
         else:
+            number = self.ranks.count(budget.neurons)
             hidden = activation(*(output_slice(matrix, x, 0, number) for matrix in up))
         if budget is not None and budget.neuron_mask is not None:
             hidden = hidden * self.ranks.part(budget.neuron_mask, -1)
         use = NestedUse((len(up) + 1) * x.shape[-1], x.shape[1], padding_mask)
-        return of_first_inputs(down, hidden, size), Record(use=use)
+        return of_first_inputs(down, hidden, self.ranks.count(size)), Record(use=use)
