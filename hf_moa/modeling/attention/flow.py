@@ -30,6 +30,7 @@ from ..core.one_token import IMPLEMENTATIONS, OneToken
 from ..core.records import Record
 from .functions import GroupedQueries, eager_attention_forward
 from .multi_head import MultiHead
+from .servers import SERVERS, refuse_in_server
 
 Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -247,8 +248,8 @@ class AttentionFlow(nn.Module):
             kwargs: handed on to the attention implementation.
 
         Raises:
-            ValueError: continuous batching of learned MAE gates; a layer that rotates, and no
-                `position_embeddings`, or one token; cross-attention, and neither
+            ValueError: continuous batching, or a server, of learned MAE gates; a layer that rotates, and
+                no `position_embeddings`, or one token; cross-attention, and neither
                 `encoder_hidden_states` nor a cache that holds their keys, or one token; one token under
                 an implementation with masks of another kind.
         """
@@ -280,6 +281,8 @@ class AttentionFlow(nn.Module):
             raise ValueError("position_embeddings must be given to a layer that rotates (got None).")
         if call.is_paged:
             self.refuse_packed_requests()
+        if self.mixture.sees_other_tokens:
+            refuse_in_server(self.attn_implementation)
         mix, record = self.mixture.route(hidden_states, padding_mask, place)
         if token is not None:
             if self.is_cross_attention or self.rotate is not None:
@@ -348,7 +351,7 @@ class AttentionFlow(nn.Module):
             key, value = with_paged_keys(key, value, kwargs, layer_idx=self.layer_idx)
         else:
             query = query.transpose(1, 2)
-            if self.num_kv_heads == 1 and heads > 1:
+            if self.num_kv_heads == 1 and heads > 1 and self.attn_implementation not in SERVERS:
                 # stride 0: one set of keys serves every head, whatever the implementation
                 layer, key, value = self, *(x.expand(-1, heads, -1, -1) for x in (key, value))
         context, attentions = self.attention_function()(

@@ -55,6 +55,8 @@ class MultiHead(nn.Module):
     # heads of keys and values that it must have; None for any number that divides h
     num_kv_heads: int | None = None
     remembers = False
+    # whether `route` looks at other tokens of the sequence
+    sees_other_tokens = False
     # whether both projections are what `linear` makes
     has_plain_projections = True
     # whether a context's heads are normalised together, or each by itself

@@ -154,6 +154,10 @@ class MixtureOfHeads(MultiHead):
     def remembers(self) -> bool:  # type: ignore[override]  # a constant of other mixtures
         return self.is_causal and self.gate is not None
 
+    @property
+    def sees_other_tokens(self) -> bool:  # type: ignore[override]  # the same
+        return self.gate is not None
+
     def route(
         self, hidden_states: Tensor, padding_mask: Tensor | None, place: CachePlace | None = None
     ) -> tuple[Tensor | None, Record]:
