@@ -20,6 +20,16 @@ LAUNCHES = {
     "cpu": {"use_cpu": True, "num_processes": 1, "mixed_precision": "no"},
     "one_gpu": {"use_cpu": False, "multi_gpu": False, "num_processes": 1, "mixed_precision": "bf16"},
     "ddp": {"multi_gpu": True, "num_processes": 2, "mixed_precision": "bf16"},
+    "ddp_two_nodes": {"multi_gpu": True, "num_machines": 2, "num_processes": 16},
+    "fsdp2_two_nodes": {
+        "use_fsdp": True,
+        "fsdp_version": 2,
+        "num_machines": 2,
+        "num_processes": 16,
+        "use_parallelism_config": True,
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 8,
+    },
     "fsdp2": {
         "use_fsdp": True,
         "fsdp_version": 2,

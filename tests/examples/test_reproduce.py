@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from launching import launch_ranks
 from test_run_glue import checkpoint, glue_dir  # noqa: F401 - fixtures
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reproduce"
@@ -55,6 +56,21 @@ def test_runs_are_made_once_and_reported(
     text = capsys.readouterr().out
     assert "| FTG |" in text
     assert (tmp_path / "report" / "accuracy.svg").is_file()
+
+
+@pytest.mark.nightly
+def test_mixtures_over_two_processes(tmp_path):
+    """A process holds half of the experts, and loads no more."""
+    (tmp_path / "train.txt").write_text("a gate chooses some heads\n" * 1000)
+    arguments = ("--train_file", tmp_path / "train.txt", "--results", tmp_path / "results.jsonl")
+    launch_ranks(2, FOLDER / "split_mixtures.py", *arguments, "--steps", 1, "--batch_size", 1)
+    rows = [json.loads(line)["measured"] for line in (tmp_path / "results.jsonl").open()]
+    assert len(rows) == 4
+    for row in rows:
+        assert max(row["bytes_of_process"]) < 0.6 * row["bytes_of_model"]
+        assert all(sum(layer) == pytest.approx(1) for layer in row["load_of_processes"])
+    for row in rows[:2]:  # of the large one
+        assert max(row["peak_of_loading"]) < 0.8 * row["bytes_of_model"]
 
 
 def test_report_of_a_run_under_way(experiment, tmp_path, capsys):
