@@ -156,7 +156,7 @@ MOA = (
         "moa-position-bias",
         "position biases are those of another sequence's experts",
         "modeling/moa/mixture.py",
-        {"index = mix.index.transpose(1, 2)": "index = mix.index.flip(0).transpose(1, 2)"},
+        {"self.ranks.part(mix.index, -1)": "self.ranks.part(mix.index.flip(0), -1)"},
         ("modeling/test_moa.py",),
         "loop and t5",
     ),
