@@ -38,7 +38,7 @@ class NestedHeads(nn.Module):
         budget: NestedBudget = call.budget
         heads = layer.mixture.num_heads if budget is None else budget.heads
         number = self.ranks.count(heads)
-        if heads == layer.mixture.num_heads:  # on all ranks alike: slices would be summed one by one
+        if heads == layer.mixture.num_heads:  # and not by the rank's own: all ranks have to send alike
             query, key, value = layer.project(call.hidden_states, call.source, mix)
         else:
             query, key, value = _project(layer, call, number)

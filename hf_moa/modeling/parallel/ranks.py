@@ -40,19 +40,6 @@ class Ranks:
         """How many of the first `number` parts are the rank's."""
         return number
 
-    def own_experts(self, index: Tensor, number: int) -> Tensor:
-        """Experts as the rank has them: numbered from the first of its `number`, which itself stands for
-        an expert of another rank."""
-        return index
-
-    def exchange(self, x: Tensor, dim: int) -> Tensor:
-        """What each rank has a term of -> the rank's part along `dim` of the sum."""
-        return x
-
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The rank's part along `dim` -> the whole, of which each rank uses some."""
-        return x
-
 
 ONE_RANK = Ranks()
 
@@ -85,16 +72,20 @@ class TensorRanks(Ranks):
         return self.part(gates.repeat_interleave(finer, dim=-1), -1)
 
     def own_experts(self, index: Tensor, number: int) -> Tensor:
+        """Experts as the rank has them: numbered from the first of its `number`, which itself stands for
+        an expert of another rank."""
         index = index - self._first(number)
         return index.where((index >= 0) & (index < number), number)
 
     def exchange(self, x: Tensor, dim: int) -> Tensor:
+        """What each rank has a term of -> the rank's part along `dim` of the sum."""
         from torch.distributed.tensor import DTensor, Partial, Shard
 
         terms = DTensor.from_local(x, self.mesh, [Partial()], run_check=False)
         return terms.redistribute(placements=[Shard(dim)]).to_local()
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The rank's part along `dim` -> the whole, of which each rank uses some."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         parts = DTensor.from_local(x, self.mesh, [Shard(dim)], run_check=False)
