@@ -62,6 +62,7 @@ from hf_moa.recipes.command_line import optional, parse_arguments
 from hf_moa.recipes.gating import GatingArguments, convert
 from hf_moa.recipes.labelled_texts import LabelledFileArguments, load_labelled_files
 from hf_moa.recipes.models import CheckpointArguments, load_tokenizer
+from hf_moa.recipes.splitting import SplitArguments, split_model
 from hf_moa.recipes.teachers import TeacherArguments
 from hf_moa.recipes.tokenizers import set_padding
 from hf_moa.recipes.trainer_runs import (
@@ -291,15 +292,17 @@ def predict(trainer: Trainer, predict_sets: dict, task: GlueTask) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, adapter_args, teacher_args, training_args = parse_arguments(
+    *arguments, adapter_args, teacher_args, split_args, training_args = parse_arguments(
         args,
         ModelArguments,
         DataTrainingArguments,
         GatingArguments,
         AdapterArguments,
         TeacherArguments,
+        SplitArguments,
         MoaTrainingArguments,
     )
+    model_args, data_args, gating_args = arguments
     set_up_logging(training_args, logger)
     with training_args.main_process_first(desc="reading the data"):
         raw_datasets, task = load_raw_datasets(model_args, data_args)
@@ -311,6 +314,7 @@ def main(args: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(model_args)
     set_padding(tokenizer, model)
     teacher = teacher_args.load(model, model_args)
+    model = split_model(model, split_args, adapter=adapter_args.adapter)
     model = adapt(model, adapter_args, TaskType.SEQ_CLS, training_args.output_dir)
     label_ids = None if task.is_regression else label_order(model, task)
 

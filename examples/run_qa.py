@@ -43,6 +43,7 @@ from hf_moa.recipes.question_answering import (
     num_answered,
     read_squad,
 )
+from hf_moa.recipes.splitting import SplitArguments, split_model
 from hf_moa.recipes.teachers import TeacherArguments
 from hf_moa.recipes.tokenizers import set_padding
 from hf_moa.recipes.trainer_runs import (
@@ -173,15 +174,17 @@ def check_arguments(training_args: MoaTrainingArguments) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, adapter_args, teacher_args, training_args = parse_arguments(
+    *arguments, adapter_args, teacher_args, split_args, training_args = parse_arguments(
         args,
         CheckpointArguments,
         DataTrainingArguments,
         GatingArguments,
         AdapterArguments,
         TeacherArguments,
+        SplitArguments,
         MoaTrainingArguments,
     )
+    model_args, data_args, gating_args = arguments
     set_up_logging(training_args, logger)
     check_arguments(training_args)
     checkpoint = find_checkpoint(training_args)
@@ -195,6 +198,7 @@ def main(args: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(model_args)
     set_padding(tokenizer, model)
     teacher = teacher_args.load(model, model_args)
+    model = split_model(model, split_args, adapter=adapter_args.adapter)
     model = adapt(model, adapter_args, TaskType.QUESTION_ANS, training_args.output_dir)
 
     def prepare(split: str) -> Features:

@@ -52,6 +52,7 @@ from hf_moa.recipes.command_line import optional, parse_arguments
 from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.models import ModelArguments, load_model, load_tokenizer
 from hf_moa.recipes.parallel_text import BleuMetric, ParallelTextArguments, load_pairs, tokenize
+from hf_moa.recipes.splitting import SplitArguments, split_model
 from hf_moa.recipes.teachers import TeacherArguments
 from hf_moa.recipes.tokenizers import train_translation_tokenizer, translation_token_fields
 from hf_moa.recipes.trainer_runs import (
@@ -113,15 +114,17 @@ def check_arguments(training_args: MoaSeq2SeqTrainingArguments) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    model_args, data_args, gating_args, adapter_args, teacher_args, training_args = parse_arguments(
+    *arguments, adapter_args, teacher_args, split_args, training_args = parse_arguments(
         args,
         ModelArguments,
         DataTrainingArguments,
         GatingArguments,
         AdapterArguments,
         TeacherArguments,
+        SplitArguments,
         MoaSeq2SeqTrainingArguments,
     )
+    model_args, data_args, gating_args = arguments
     set_up_logging(training_args, logger)
     check_arguments(training_args)
     checkpoint = find_checkpoint(training_args)
@@ -143,6 +146,7 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
     teacher = teacher_args.load(model, model_args)
+    model = split_model(model, split_args, adapter=adapter_args.adapter)
     model = adapt(model, adapter_args, TaskType.SEQ_2_SEQ_LM, training_args.output_dir)
     with training_args.main_process_first(desc="tokenizing"):
         sets = {

@@ -32,21 +32,32 @@ class SplitArguments:
         return (self.tp_size, self.ep_size, self.fsdp_size, self.dp_replicate_size) != (1, 1, 1, 1)
 
 
-def split_model(model: PreTrainedModel, sizes: SplitArguments) -> PreTrainedModel:
+def split_model(
+    model: PreTrainedModel, sizes: SplitArguments, *, adapter: str = "none"
+) -> PreTrainedModel:
     """The model over processes; itself where it is not to be split. Each process has the whole model
     until then.
 
+    Args:
+        adapter: what of it is to be trained; see `AdapterArguments`.
+
     Raises:
-        ValueError: it cannot be split so.
+        ValueError: it cannot be split so, or with an adapter.
         RuntimeError: there are not as many processes.
     """
     if not sizes.is_split:
         return model
+    if adapter != "none":
+        raise ValueError(
+            f"`adapter` must be none for a model that is split over processes (got {adapter}): leave "
+            "tp_size, ep_size, fsdp_size and dp_replicate_size at 1."
+        )
     parts = type(model).from_pretrained(
         None,
         config=model.config,
         state_dict=model.state_dict(),
         distributed_config=DistributedConfig(**vars(sizes)),
     )
-    parts.generation_config = model.generation_config
+    if model.can_generate():
+        parts.generation_config = model.generation_config
     return parts.train(model.training)

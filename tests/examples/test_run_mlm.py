@@ -6,7 +6,7 @@ import math
 import pytest
 import run_mlm
 import torch
-from launching import launch
+from launching import launch, launch_ranks
 from script_runs import command_line, read_json
 from test_run_clm import made_up_lines
 from transformers import AutoModelForMaskedLM, AutoTokenizer, RobertaConfig, RobertaForMaskedLM
@@ -162,6 +162,12 @@ def test_tokenizer_without_masks(arguments, tmp_path):
     tokenizer.mask_token = None
     with pytest.raises(ValueError, match="must have a mask_token, as BERT's"):
         masked_sets({"train": ["a cat"]}, tokenizer, MaskedTextArguments(), seed=0)
+
+
+@pytest.mark.slow
+def test_two_processes_shard_a_model(arguments):
+    launch_ranks(2, run_mlm.__file__, *command_line(arguments | {"fsdp_size": 2, "do_eval": False}))
+    assert read_json(arguments, "train_results.json")["train_loss"] > 0
 
 
 @pytest.mark.slow

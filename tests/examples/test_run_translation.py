@@ -11,6 +11,7 @@ import pytest
 import run_translation
 import sacrebleu
 import torch
+from launching import launch_ranks
 from peft import PeftModel
 from script_runs import command_line, read_json
 from tokenizers import Tokenizer
@@ -412,3 +413,37 @@ def test_finetuned_model_teaches_its_budgets(arguments, tmp_path):
         assert names <= set(entry)
         assert ("logits_loss_1_1" in entry) == (teacher != "self")
         shutil.rmtree(arguments["output_dir"])
+
+
+@pytest.mark.slow
+def test_model_that_two_processes_shard_learns_what_one_does(arguments, tmp_path):
+    """`--fsdp_size 2`, of as many pairs an update."""
+    arguments |= {
+        "config_overrides": f"{SIZES},dropout_rate=0",
+        "attention_type": "mae",
+        "mae_gate_dropout": 0,
+        "mae_training": "joint",  # which draws nothing
+        "optim": "sgd",  # Adam makes much of rounding
+        "learning_rate": 0.1,
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "do_eval": False,
+        "do_predict": False,
+    }
+    run_translation.main(command_line(arguments))
+    halves = arguments | {
+        "output_dir": str(tmp_path / "sharded"),
+        "fsdp_size": 2,
+        "per_device_train_batch_size": 2,
+    }
+    launch_ranks(2, run_translation.__file__, *command_line(halves))
+    one, two = (
+        AutoModelForSeq2SeqLM.from_pretrained(each["output_dir"]).state_dict()
+        for each in (arguments, halves)
+    )
+    torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-5)
+
+
+def test_split_models_take_no_adapter(arguments):
+    with pytest.raises(ValueError, match=r"`adapter` must be none .*\(got ftg\)"):
+        run_translation.main(command_line(arguments | {"fsdp_size": 2, "adapter": "ftg"}))
