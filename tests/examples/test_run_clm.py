@@ -10,8 +10,7 @@ import pytest
 import run_clm
 import torch
 from datasets import Dataset
-from launching import launch_ranks
-from script_runs import command_line, read_json
+from script_runs import REPEATABLE, command_line, read_json, run_sharded
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_moa
@@ -312,27 +311,12 @@ def test_finetuned_model_teaches_its_budgets(arguments, tmp_path):
 
 
 @pytest.mark.slow
-def test_model_that_two_processes_shard_learns_what_one_does(arguments, tmp_path):
+def test_model_that_two_processes_shard_learns_what_one_does(arguments):
     """`--fsdp_size 2`, of as many sequences an update."""
     no_dropout = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
-    arguments |= {
-        "config_overrides": f"{SIZES},{no_dropout}",
-        "attention_type": "mae",
-        "mae_gate_dropout": 0,
-        "mae_training": "joint",  # which draws nothing
-        "optim": "sgd",  # Adam makes much of rounding
-        "learning_rate": 0.1,
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,  # of one epoch: in the last batch of it, processes take sequences again
-        "do_eval": False,
-    }
+    arguments |= REPEATABLE | {"config_overrides": f"{SIZES},{no_dropout}"}
     run_clm.main(command_line(arguments))
-    halves = arguments | {
-        "output_dir": str(tmp_path / "sharded"),
-        "fsdp_size": 2,
-        "per_device_train_batch_size": 2,
-    }
-    launch_ranks(2, run_clm.__file__, *command_line(halves))
+    halves = run_sharded(run_clm.__file__, arguments)
     one, two = saved_model(arguments), saved_model(halves)
     assert one.config.to_dict().keys() == two.config.to_dict().keys()
     for (name, expected), (_, found) in zip(

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from few_words import SENTENCE, WORDS, write_tokenizer
-from launching import launch_ranks
 from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
-from script_runs import command_line, read_json
+from script_runs import assert_measured_again, command_line, read_json
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -600,14 +599,6 @@ def test_a_teacher_must_be_finetuned(run_glue, arguments, checkpoint):
 
 
 @pytest.mark.slow
-def test_two_processes_shard_a_model(run_glue, arguments, tmp_path):
+def test_two_processes_shard_a_model(run_glue, arguments):
     """And evaluate it alike, and whole."""
-    arguments |= {"optim": "sgd", "per_device_train_batch_size": 2, "seed": 0}
-    arguments |= {"attention_type": "mae", "mae_training": "joint"}
-    launch_ranks(2, SCRIPT, *command_line(arguments | {"fsdp_size": 2}))
-    measured = read_json(arguments, "all_results.json")
-    again = arguments | {"model_name_or_path": arguments["output_dir"], "attention_type": None}
-    again |= {"do_train": False, "output_dir": str(tmp_path / "again"), "mae_training": None}
-    run_glue.main(command_line(again))
-    name = "eval_accuracy"
-    assert read_json(again, "all_results.json")[name] == measured[name]
+    assert_measured_again(SCRIPT, run_glue, arguments, "eval_accuracy")

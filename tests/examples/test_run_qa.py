@@ -9,8 +9,7 @@ import pytest
 import run_qa
 import torch
 from few_words import squad
-from launching import launch_ranks
-from script_runs import command_line, read_json
+from script_runs import assert_measured_again, command_line, read_json
 from test_run_glue import checkpoint  # noqa: F401 - fixture
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
@@ -174,14 +173,6 @@ def test_finetuned_model_teaches_its_budgets(arguments, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_shard_a_model(arguments, tmp_path):
+def test_two_processes_shard_a_model(arguments):
     """And evaluate it alike, and whole."""
-    arguments |= {"optim": "sgd", "per_device_train_batch_size": 2, "seed": 0}
-    arguments |= {"attention_type": "mae", "mae_training": "joint"}
-    launch_ranks(2, run_qa.__file__, *command_line(arguments | {"fsdp_size": 2}))
-    measured = read_json(arguments, "all_results.json")
-    again = arguments | {"model_name_or_path": arguments["output_dir"], "attention_type": None}
-    again |= {"do_train": False, "output_dir": str(tmp_path / "again"), "mae_training": None}
-    run_qa.main(command_line(again))
-    name = "eval_f1"
-    assert read_json(again, "all_results.json")[name] == measured[name]
+    assert_measured_again(run_qa.__file__, run_qa, arguments, "eval_f1")

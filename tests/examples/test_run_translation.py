@@ -11,9 +11,8 @@ import pytest
 import run_translation
 import sacrebleu
 import torch
-from launching import launch_ranks
 from peft import PeftModel
-from script_runs import command_line, read_json
+from script_runs import REPEATABLE, command_line, read_json, run_sharded
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -416,27 +415,11 @@ def test_finetuned_model_teaches_its_budgets(arguments, tmp_path):
 
 
 @pytest.mark.slow
-def test_model_that_two_processes_shard_learns_what_one_does(arguments, tmp_path):
+def test_model_that_two_processes_shard_learns_what_one_does(arguments):
     """`--fsdp_size 2`, of as many pairs an update."""
-    arguments |= {
-        "config_overrides": f"{SIZES},dropout_rate=0",
-        "attention_type": "mae",
-        "mae_gate_dropout": 0,
-        "mae_training": "joint",  # which draws nothing
-        "optim": "sgd",  # Adam makes much of rounding
-        "learning_rate": 0.1,
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-        "do_eval": False,
-        "do_predict": False,
-    }
+    arguments |= REPEATABLE | {"config_overrides": f"{SIZES},dropout_rate=0", "do_predict": False}
     run_translation.main(command_line(arguments))
-    halves = arguments | {
-        "output_dir": str(tmp_path / "sharded"),
-        "fsdp_size": 2,
-        "per_device_train_batch_size": 2,
-    }
-    launch_ranks(2, run_translation.__file__, *command_line(halves))
+    halves = run_sharded(run_translation.__file__, arguments)
     one, two = (
         AutoModelForSeq2SeqLM.from_pretrained(each["output_dir"]).state_dict()
         for each in (arguments, halves)
