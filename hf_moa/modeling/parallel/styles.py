@@ -216,6 +216,13 @@ def _strided(dim: int, parts: int) -> Any:
     return Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
 
 
+def _take_experts(module: Any, mesh: Any, *, in_groups: bool) -> None:
+    """Make a module of MoA one of the rank's experts; see `ExpertInputs`."""
+    module.num_experts //= mesh.size()
+    if not in_groups:
+        module.num_ranks = mesh.size()
+
+
 class ExpertInputs(_Outputs):
     """`ExpertInput` of MoA: each rank has some of the experts, and attends for some of the slots.
 
@@ -234,9 +241,7 @@ class ExpertInputs(_Outputs):
         return Shard(0)
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
-        module.num_experts //= mesh.size()
-        if not self.in_groups:
-            module.num_ranks = mesh.size()
+        _take_experts(module, mesh, in_groups=self.in_groups)
         return super().install_forward(module, mesh)
 
     def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
@@ -260,9 +265,7 @@ class ExpertOutputs(_Inputs):
         return Replicate() if name == "bias" else Shard(0)
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
-        module.num_experts //= mesh.size()
-        if not self.in_groups:
-            module.num_ranks = mesh.size()
+        _take_experts(module, mesh, in_groups=self.in_groups)
         ranks, forward = TensorRanks(mesh), module.forward
 
         def of_own(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
