@@ -80,8 +80,8 @@ def run(fields: dict[str, Any], options: Options) -> dict[str, Any]:
     number, rank = dist.get_world_size(), dist.get_rank()
     is_moe = fields.get("ffn_type") == "moe"
     sizes = {"ep_size": number, "fsdp_size": number} if is_moe else {"tp_size": number}
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
         dist.broadcast_object_list(shared)
         if rank == 0:  # in a process of its own: this one's memory is measured
             command = [sys.executable, __file__, "--write", shared[0], json.dumps(fields)]
@@ -92,7 +92,7 @@ def run(fields: dict[str, Any], options: Options) -> dict[str, Any]:
                 shared[0], distributed_config=DistributedConfig(**sizes)
             )
             for parameter in model.parameters():  # until then they are only mapped
-                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).sum()
+                own(parameter).sum()
         dist.barrier()
     held = sum(own_bytes(p) for p in model.parameters())
     measured = {
@@ -138,7 +138,7 @@ def run(fields: dict[str, Any], options: Options) -> dict[str, Any]:
         torch.manual_seed(rank if is_moe else 0)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("router.gate.weight"):
-                start_router(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+                start_router(own(parameter))
         measured[f"seconds_{name}"] = statistics.median(timed(model, rows) for _ in range(5))
     return measured
 
@@ -164,10 +164,13 @@ def write(folder: str, fields: dict[str, Any]) -> None:
     MoaGPT2LMHeadModel(MoaGPT2Config(**SIZES, **NO_DROPOUT, **fields)).save_pretrained(folder)
 
 
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def own_bytes(tensor: torch.Tensor) -> int:
-    """Of what this process has of it."""
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.numel() * own.element_size()
+    return own(tensor).numel() * tensor.element_size()
 
 
 def every(value: float) -> list[float]:
