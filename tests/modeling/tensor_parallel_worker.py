@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from communication import Call, backward, forward, sharded
 from families import LANGUAGE_MODELS
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -246,6 +247,12 @@ class Scenario:
         state = saved.state_dict()
         for name, tensor in self.whole.state_dict().items():
             equal(state[name], tensor, name)
+        if dist.get_rank() == 0:
+            self.whole.save_pretrained(self.folder / "whole")
+            split, whole = (
+                load_file(self.folder / kind / "model.safetensors") for kind in ("split", "whole")
+            )
+            assert split.keys() == whole.keys()
         self.forward()
 
     def sharded_checkpoint(self) -> None:

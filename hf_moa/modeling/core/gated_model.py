@@ -109,6 +109,15 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
                 )
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
+    def gather_sharded_state_dict_for_save(self, model_to_save: Any, *args: Any, **kwargs: Any) -> dict:
+        """As transformers', with each tied weight once, as in the files of a model that is not split:
+        gathered, they are tensors of their own."""
+        gathered = super().gather_sharded_state_dict_for_save(model_to_save, *args, **kwargs)
+        if model_to_save.is_distributed_loading_by_transformers:
+            for name in model_to_save.all_tied_weights_keys:
+                gathered.pop(name, None)
+        return gathered
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers', and a warning where quantisation leaves experts as they are.
