@@ -15,6 +15,7 @@ import torch.distributed as dist
 from communication import Call, backward, forward, sharded
 from families import LANGUAGE_MODELS
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -255,6 +256,23 @@ class Scenario:
             assert split.keys() == whole.keys()
         self.forward()
 
+    def draws(self) -> None:
+        """Ranks with one head more, and neurons, draw alike after dropout on these."""
+        if self.whole.config.nested_budgets is None or "tp_size" not in self.parallel:
+            return
+        rates = {m: m.p for m in self.split.modules() if isinstance(m, nn.Dropout)}
+        for module in rates:
+            module.p = 0.1
+        self.split.train()
+        for budget in self.budgets:
+            self.split(**self.inputs(), **budget)
+            states = [torch.get_rng_state() for _ in range(dist.get_world_size())]
+            dist.all_gather(states, states[dist.get_rank()].clone())
+            assert all(torch.equal(state, states[0]) for state in states)
+        for module, rate in rates.items():
+            module.p = rate
+        self.split.eval()
+
     def sharded_checkpoint(self) -> None:
         """Files of the parts: they load split alike, and whole once they are put together. (safetensors
         writes none of tied weights; torch puts none together that hold integers, as MAE's gates do.)"""
@@ -312,6 +330,7 @@ PROPERTIES = (
     "gradients",
     "training_step_and_saving",
     "sharded_checkpoint",
+    "draws",
     # last: they change the models
     "communication",
     "experts_without_tokens",

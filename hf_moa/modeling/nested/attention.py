@@ -50,7 +50,8 @@ class NestedHeads(nn.Module):
             missing = layer.num_heads - number
             query = nn.functional.pad(query, (0, 0, 0, missing))
             key, value = (nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) for x in (key, value))
-        context, attentions = layer.attend_to(call, query, key, value, mix)
+        with self.ranks.own_draws(layer.training):
+            context, attentions = layer.attend_to(call, query, key, value, mix)
         context = context[:, :, :number]
         if budget is not None and budget.head_mask is not None:
             context = context * self.ranks.part(budget.head_mask, 2)

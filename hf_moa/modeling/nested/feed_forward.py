@@ -44,10 +44,12 @@ class NestedNeurons(nn.Module):
         """See `feed_forward.layers.gated_dense`."""
         size = self.intermediate_size
         if budget is None or budget.neurons == size:
-            hidden = activation(*(matrix(x) for matrix in up))
+            before = [matrix(x) for matrix in up]
         else:
             number = self.ranks.count(budget.neurons)
-            hidden = activation(*(output_slice(matrix, x, 0, number) for matrix in up))
+            before = [output_slice(matrix, x, 0, number) for matrix in up]
+        with self.ranks.own_draws(self.training):  # some activations have dropout
+            hidden = activation(*before)
         if budget is not None and budget.neuron_mask is not None:
             hidden = hidden * self.ranks.part(budget.neuron_mask, -1)
         use = NestedUse((len(up) + 1) * x.shape[-1], x.shape[1], padding_mask)

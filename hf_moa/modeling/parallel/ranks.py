@@ -8,6 +8,8 @@ is the sum of what the ranks' parts give.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +41,10 @@ class Ranks:
     def count(self, number: int) -> int:
         """How many of the first `number` parts are the rank's."""
         return number
+
+    def own_draws(self, training: bool) -> AbstractContextManager[None]:
+        """Where a rank draws for its own parts, as dropout does in training."""
+        return nullcontext()
 
 
 ONE_RANK = Ranks()
@@ -115,3 +121,17 @@ class DealtRanks(TensorRanks):
 
     def count(self, number: int) -> int:
         return len(range(self.mesh.get_local_rank(), number, self.number))
+
+    @contextmanager
+    def own_draws(self, training: bool) -> Iterator[None]:
+        """Draws that the other ranks have not. Ranks with more parts draw more, and would draw otherwise
+        than the others ever after, for what all have to draw alike."""
+        if not training:
+            yield
+            return
+        seed = int(torch.randint(2**62, ())) + self.mesh.get_local_rank()
+        is_cpu = self.mesh.device_type == "cpu"
+        devices = [] if is_cpu else [torch.accelerator.current_device_index()]
+        with torch.random.fork_rng(devices, device_type=self.mesh.device_type):
+            torch.manual_seed(seed)
+            yield
