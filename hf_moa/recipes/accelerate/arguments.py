@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from transformers import SchedulerType
 
@@ -28,6 +29,7 @@ from hf_moa.training.arguments import GateTrainingArguments
 from hf_moa.training.checkpoints import discard_unfinished
 
 from ..command_line import check_counts, optional
+from ..splitting import SplitArguments
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ CHOICES = {
     "optim": ("adamw", "adafactor"),
 }
 ADAM_BETA2 = 0.999
+SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)  # Accelerate's own
 
 
 @dataclass
@@ -142,14 +145,27 @@ class _RunArguments:
 
 
 @dataclass
-class AccelerateArguments(GateTrainingArguments, _RunArguments):
-    """How to train, with the flags of transformers' `run_*_no_trainer.py`; and how to train gates."""
+class AccelerateArguments(GateTrainingArguments, SplitArguments, _RunArguments):
+    """How to train, with the flags of transformers' `run_*_no_trainer.py`; how to train gates; and over
+    how many processes to split the model."""
+
+    def what_shards(self, distributed_type: DistributedType) -> str | None:
+        """What spreads a model's weights over processes, so that none has them all; None: nothing."""
+        if self.is_split:
+            return ", ".join(self.given)
+        return distributed_type.value if distributed_type in SHARDING else None
 
 
 def make_accelerator(args: AccelerateArguments) -> Accelerator:
     """The processes of this run, seeded, with logs only from the first one; and `output_dir` without
     what a killed run left unfinished there."""
-    accelerator = Accelerator(
+    if args.is_split:
+        from .split_models import SplitAccelerator  # torch can be built without what it needs
+
+        make = partial(SplitAccelerator, args)
+    else:
+        make = Accelerator
+    accelerator = make(
         cpu=args.use_cpu,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,

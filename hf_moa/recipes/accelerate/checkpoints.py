@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from .arguments import AccelerateArguments
 
 logger = logging.getLogger(__name__)
 
+MODEL_PARTS = "model_parts"  # of a model that is split over processes
 _CHECKPOINT = re.compile(r"(step|epoch)_(\d+)")
 
 
@@ -66,23 +68,37 @@ def checkpoint_to_resume(args: AccelerateArguments) -> Path | None:
     return folder
 
 
-def progress_of(folder: Path, run: Progress) -> Progress:
+def progress_of(folder: Path, run: Progress, *, is_split: bool) -> Progress:
     """Where the run of a checkpoint was.
 
     Args:
         run: the one that is to go on from there, at its start.
+        is_split: whether it splits its model over processes.
 
     Raises:
-        ValueError: it takes its data in another order.
+        ValueError: it takes its data in another order; or only one of the two splits its model.
     """
-    found = Progress(**json.loads((folder / "progress.json").read_text()))
-    found.rows_per_update = cast(tuple[int, int, int], tuple(found.rows_per_update))
-    if found.rows_per_update != run.rows_per_update:
+    was_split = (folder / MODEL_PARTS).is_dir()
+    if was_split != is_split:
+        holds, got, do = "a whole model", "some", "leave them out"
+        if was_split:
+            holds, got, do = "a model in parts", "none", "give tp_size or fsdp_size"
         raise ValueError(
-            "`per_device_train_batch_size`, `gradient_accumulation_steps` and the number of "
-            f"processes must be those of the run to resume, {found.rows_per_update} (got "
-            f"{run.rows_per_update}): otherwise its place in the data is lost."
+            f"`resume_from_checkpoint` {folder} holds {holds} (got {got} of the sizes that split one): "
+            f"{do}."
         )
+    found = Progress(**json.loads((folder / "progress.json").read_text()))
+    then, now = found.rows_per_update, run.rows_per_update
+    if math.prod(then) != math.prod(now):
+        raise ValueError(
+            "`per_device_train_batch_size` x `gradient_accumulation_steps` x processes must give as "
+            f"many sequences as an update of the run to resume, {_product(then)} (got {_product(now)}): "
+            "otherwise its place in the data is lost."
+        )
+    # of an epoch that is not over, a whole number of updates; of one that is, the last batch may be cut
+    batches = found.batches_in_epoch * then[0] * then[2]
+    found.batches_in_epoch = math.ceil(batches / (now[0] * now[2]))
+    found.rows_per_update = now
     if found.seed is None:  # an older checkpoint
         found.seed = run.seed
     for name in ("seed", "train_sampling_strategy"):
@@ -93,6 +109,10 @@ def progress_of(folder: Path, run: Progress) -> Progress:
                 "data follows from it."
             )
     return found
+
+
+def _product(rows: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, rows))
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -123,10 +143,11 @@ def check_averaging(
             f"`average_checkpoints` must be at most {made}, the checkpoints that "
             f"`checkpointing_steps` {every} makes in {updates} updates (got {wanted})."
         )
-    if distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+    what_shards = args.what_shards(distributed_type)
+    if what_shards is not None:
         raise ValueError(
             "`average_checkpoints` needs checkpoints that each hold the whole model, which those of "
-            f"{distributed_type.value} do not (got {wanted})."
+            f"{what_shards} do not (got {wanted})."
         )
 
 

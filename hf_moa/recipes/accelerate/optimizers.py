@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import nn
 
+from hf_moa.modeling.core.sharding import DTensor
 from hf_moa.training import gate_parameters
 from hf_moa.training.parameter_groups import give_own_rates
 
@@ -39,10 +42,11 @@ def _new_optimizer(
 ) -> torch.optim.Optimizer:
     if args.optim == "adamw":
         return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.adam_beta2))
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+    what_shards = args.what_shards(accelerator.distributed_type)
+    if what_shards is not None:
         raise ValueError(
             "`optim` adafactor takes a weight's size and its rows' and columns' means from the whole "
-            f"weight, which no process has under {accelerator.distributed_type.value} (got optim="
+            f"weight, which no process has under {what_shards} (got optim="
             "adafactor). Choose adamw, or train without shards."
         )
     return torch.optim.Adafactor(groups, lr=args.learning_rate, eps=(None, SMALLEST_SIZE))
@@ -50,14 +54,15 @@ def _new_optimizer(
 
 def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> list[dict]:
     out = set() if gates else {id(p) for p in gate_parameters(model)}
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in out:
             # experts' biases are of two dimensions
             is_weight = parameter.ndim >= 2 and not name.endswith("bias")
-            (decayed if is_weight else others).append(parameter)
+            # one step of an optimiser takes no parameters of several meshes
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((is_weight, mesh), []).append(parameter)
     return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": weight_decay if is_weight else 0.0}
+        for (is_weight, _), parameters in groups.items()
     ]

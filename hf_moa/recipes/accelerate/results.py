@@ -205,7 +205,7 @@ class RunResults:
             "train_batch_size": batch,
             "eval_batch_size": args.per_device_eval_batch_size,
             "seed": args.seed,
-            "num_devices": processes,
+            "num_devices": processes * args.tp_size,
             "gradient_accumulation_steps": accumulated,
             "total_train_batch_size": math.prod(progress.rows_per_update),
             "optimizer": args.optim + betas,

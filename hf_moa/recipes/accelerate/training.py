@@ -59,6 +59,7 @@ from hf_moa.training.schedules import noise_in, set_cct_noise
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
 from hf_moa.training.trackers import report_histograms, store_configuration
 
+from ..splitting import split_model
 from .arguments import AccelerateArguments
 from .checkpoints import (
     Progress,
@@ -104,6 +105,7 @@ class GatedTraining:
         about: About,
     ):
         self.accelerator, self.args, self.tokenizer = accelerator, args, tokenizer
+        model = split_model(model, args)
         self.train_dataset, self.evaluate = train_dataset, evaluate
         self.num_sequences = len(cast(Sized, train_dataset))
         self.about, self.output_dir = about, Path(args.output_dir)
@@ -443,7 +445,8 @@ class GatedTraining:
             if self.accelerator.is_main_process:
                 (folder / "progress.json").write_text(json.dumps(asdict(self.progress)))
                 self.tokenizer.save_pretrained(folder)
-                if self.accelerator.distributed_type == DistributedType.FSDP:
+                what_shards = self.args.what_shards(self.accelerator.distributed_type)
+                if what_shards and isinstance(self.gated, GatedModel):
                     self.gated.save_config(folder)  # shards come without
         limit = self.args.checkpoints_total_limit
         if limit is not None and self.accelerator.is_main_process:
@@ -458,8 +461,10 @@ class GatedTraining:
             if self.accelerator.is_main_process:
                 self.training_log.remove()
             return
-        found = progress_of(folder, self.progress)
+        found = progress_of(folder, self.progress, is_split=self.args.is_split)
         self.accelerator.load_state(str(folder))
+        # there are as many groups of parameters as the model, split as it is now, needs
+        self.scheduler.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
         self.progress = found
         if self.accelerator.is_main_process:
             at_end_of_epoch = found.batches_in_epoch == len(self.loader)
@@ -469,9 +474,14 @@ class GatedTraining:
         logger.info(f"Resuming from {folder}.")
 
     def _write_model(self, folder: Path) -> None:
-        state = self.accelerator.get_state_dict(self.model)
-        if self.accelerator.is_main_process:
-            self.gated.save_pretrained(folder, state_dict=state, save_function=self.accelerator.save)
+        is_main = self.accelerator.is_main_process
+        if self.args.is_split:  # all processes give their parts
+            self.gated.save_pretrained(folder, is_main_process=is_main)
+        else:
+            state = self.accelerator.get_state_dict(self.model)
+            if is_main:
+                self.gated.save_pretrained(folder, state_dict=state, save_function=self.accelerator.save)
+        if is_main:
             self.tokenizer.save_pretrained(folder)
         self.accelerator.wait_for_everyone()
 
