@@ -2,6 +2,7 @@
 each are used, with the routers' losses and without, and what it costs if one process has all the work.
 
     torchrun --nproc_per_node 4 examples/reproduce/split_mixtures.py --train_file train.txt
+    python examples/reproduce/split_mixtures.py --device_map   # one process, half of the layers on disk
 
 A process writes a new model; the others load it with it, each its part. The text's bytes are its tokens.
 On a CPU the processes talk by gloo.
@@ -84,8 +85,7 @@ def run(fields: dict[str, Any], options: Options) -> dict[str, Any]:
         shared = [folder]
         dist.broadcast_object_list(shared)
         if rank == 0:  # in a process of its own: this one's memory is measured
-            command = [sys.executable, __file__, "--write", shared[0], json.dumps(fields)]
-            subprocess.run(command, check=True)
+            in_new_process("--write", shared[0], json.dumps(fields))
         dist.barrier()
         with PeakMemory() as peak:
             model = MoaGPT2LMHeadModel.from_pretrained(
@@ -164,6 +164,26 @@ def write(folder: str, fields: dict[str, Any]) -> None:
     MoaGPT2LMHeadModel(MoaGPT2Config(**SIZES, **NO_DROPOUT, **fields)).save_pretrained(folder)
 
 
+def load_half(folder: str, name: str) -> None:
+    """Print what loading adds to the memory, if every other layer stays on disk."""
+    places: dict[str, Any] = {"transformer.h.1": "disk"}
+    others = ("transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.ln_f", "lm_head")
+    places |= dict.fromkeys(others, "cpu")
+    with PeakMemory() as peak:
+        model = MoaGPT2LMHeadModel.from_pretrained(
+            folder, device_map=places, offload_folder=f"{folder}/offloaded"
+        )
+        here = [p for p in model.parameters() if p.device.type == "cpu"]
+        for parameter in here:
+            parameter.sum()
+    total, held = (sum(map(own_bytes, each)) for each in (model.parameters(), here))
+    print(f"{name}: {total:,} bytes, {held:,} here; loading added {peak.bytes:,}")
+
+
+def in_new_process(*arguments: str) -> None:
+    subprocess.run([sys.executable, __file__, *arguments], check=True)
+
+
 def own(tensor: torch.Tensor) -> torch.Tensor:
     """What this process has of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -214,5 +234,12 @@ def _resident() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--write"]:
         write(sys.argv[2], json.loads(sys.argv[3]))
+    elif sys.argv[1:2] == ["--load"]:
+        load_half(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--device_map"]:
+        for mixture, its_fields in MIXTURES.items():
+            with tempfile.TemporaryDirectory() as its_folder:
+                in_new_process("--write", its_folder, json.dumps(its_fields))
+                in_new_process("--load", its_folder, mixture)
     else:
         main()

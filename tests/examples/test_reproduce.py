@@ -1,6 +1,9 @@
 """The experiments of `examples/reproduce`: runs that can be stopped, and their reports."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,17 @@ def test_mixtures_over_two_processes(tmp_path):
         assert all(sum(layer) == pytest.approx(1) for layer in row["load_of_processes"])
     for row in rows[:2]:  # of the large one
         assert max(row["peak_of_loading"]) < 0.8 * row["bytes_of_model"]
+
+
+@pytest.mark.nightly
+def test_half_of_a_mixture_on_disk():
+    script = [sys.executable, FOLDER / "split_mixtures.py", "--device_map"]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    large = next(line for line in done.stdout.splitlines() if line.startswith("2 of 1,024"))
+    numbers = re.findall(r"[\d,]{6,}", large)
+    total, held, peak = (int(number.replace(",", "")) for number in numbers)
+    assert held < 0.6 * total
+    assert peak < 0.6 * total
 
 
 def test_report_of_a_run_under_way(experiment, tmp_path, capsys):
