@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.distributed import DistributedConfig, consolidate_distributed_checkpoint
 
+from hf_moa.modeling.cct.feed_forward import FeedForwardGate
+
 CASES = {case.family.name: case for case in LANGUAGE_MODELS}
 
 
@@ -143,8 +145,27 @@ class Scenario:
             model.set_cct_execution("sparse")
         self.forward()
         self.generation()
+        if "tp_size" in self.parallel and not self.whole.config.cct_sublayer_norm:
+            # what the hidden layers' neurons skip, all processes skip together
+            operations = [self.operations_of_neurons(model) for model in (self.split, self.whole)]
+            dist.all_reduce(operations[0])
+            assert operations[0] == operations[1]
         for model in (self.split, self.whole):
             model.set_cct_execution("auto")
+
+    def operations_of_neurons(self, model) -> torch.Tensor:
+        """Of the feed-forward layers without their gates, which all processes compute."""
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(**self.inputs(), **self.budgets[-1])
+        counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+        total, prefix = 0, type(model).__name__.removeprefix("FSDP")
+        for name, module in model.named_modules():
+            if isinstance(module, FeedForwardGate):
+                layer = f"{prefix}.{name}".rpartition(".")[0]
+                others = (f"{prefix}.{name}", f"{layer}.attention")  # BERT's layer has both
+                total += counts[layer] - sum(counts.get(other, 0) for other in others)
+        assert total > 0
+        return torch.tensor(total)
 
     def gradients(self) -> None:
         for model in (self.split, self.whole):

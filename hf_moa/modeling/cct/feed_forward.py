@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from ..core.linear_slices import is_plain
 from ..core.macs import Macs
 from ..core.records import Record
-from ..parallel.ranks import ONE_RANK, Ranks
+from ..parallel.own_linear import is_only_split
+from ..parallel.ranks import ONE_RANK, Ranks, TensorRanks
 from .budgets import Budget
 from .control import ControlNetwork
 from .costs import FeedForwardUse
 from .execution import Execution, GatedParts, choose_execution
-from .sparse_feed_forward import sparse_parts, sparse_slices
+from .sparse_feed_forward import sparse_parts, sparse_slices, sparse_slices_of_ranks
 
 
 class FeedForwardGate(nn.Module):
@@ -105,8 +106,14 @@ class FeedForwardGate(nn.Module):
         """A dense layer with its slices gated; see `feed_forward.layers.gated_dense`."""
         gates, record = self(x, padding_mask, budget)
         execution = self.choose_execution(gates, budget)
-        if execution is Execution.SUBSET and is_plain(down) and all(map(is_plain, up)):
-            return sparse_slices(x, gates, up=up, activation=activation, down=down), record
+        if execution is Execution.SUBSET:
+            if is_plain(down) and all(map(is_plain, up)):
+                return sparse_slices(x, gates, up=up, activation=activation, down=down), record
+            if isinstance(self.ranks, TensorRanks) and all(map(is_only_split, (*up, down))):
+                output = sparse_slices_of_ranks(
+                    x, gates, self.ranks, up=up, activation=activation, down=down
+                )
+                return output, record
         hidden = activation(*(matrix(x) for matrix in up))
         return down(hidden if execution is Execution.ALL_OPEN else self.split(hidden, gates)), record
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.linear_slices import PlainLinear, input_slice, linear_slice
 from ..core.precision import compute_dtype
+from ..parallel.own_linear import own_inputs, own_outputs
+from ..parallel.ranks import TensorRanks
 from .token_subset import TokenSubset
 
 
@@ -43,6 +46,27 @@ def sparse_slices(
         if len(subset):
             subset.add_to(output, parts(subset.gather(x), m, m + 1))
     return output
+
+
+def sparse_slices_of_ranks(
+    x: Tensor,
+    gates: Tensor,
+    ranks: TensorRanks,
+    *,
+    up: Sequence[nn.Module],
+    activation: Callable[..., Tensor],
+    down: Any,
+) -> Tensor:
+    """The same of linear layers that ranks share: each computes its own slices, and all are added."""
+    of_own = sparse_slices(
+        ranks.shared(x),
+        ranks.slices(gates),
+        up=[own_outputs(matrix, ranks) for matrix in up],
+        activation=activation,
+        down=own_inputs(down),
+    )
+    output = ranks.sum(of_own)
+    return output if down.bias is None else output + down.bias.to_local()
 
 
 def sparse_parts(

@@ -20,12 +20,16 @@ def is_plain(module: nn.Module) -> TypeGuard[PlainLinear]:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether something waits for calls of a module: a hook, offloading, a wrapped forward."""
+    return "forward" in module.__dict__ or is_hooked(module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
     )
 
 

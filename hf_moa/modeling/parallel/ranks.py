@@ -83,6 +83,13 @@ class TensorRanks(Ranks):
         index = index - self._first(number)
         return index.where((index >= 0) & (index < number), number)
 
+    def sum(self, x: Tensor) -> Tensor:
+        """What each rank has a term of -> the sum, on every rank."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        terms = DTensor.from_local(x, self.mesh, [Partial()], run_check=False)
+        return terms.redistribute(placements=[Replicate()]).to_local()
+
     def exchange(self, x: Tensor, dim: int) -> Tensor:
         """What each rank has a term of -> the rank's part along `dim` of the sum."""
         from torch.distributed.tensor import DTensor, Partial, Shard

@@ -20,7 +20,7 @@ from .ranks import DealtRanks, TensorRanks
 
 try:
     import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
@@ -89,8 +89,7 @@ class _Inputs(_OwnShard):
             finally:
                 if bias is not None:
                     module._parameters["bias"] = bias
-            total: Any = DTensor.from_local(own, mesh, [Partial()], run_check=False)
-            total = total.redistribute(placements=[Replicate()]).to_local()
+            total = TensorRanks(mesh).sum(own)
             return total if bias is None else total + bias.to_local()
 
         module.forward = summed
