@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from accelerate_runs import make_arguments
 from accelerate_state import fresh_accelerator  # noqa: F401 - fixture
+from glue_runs import checkpoint, glue_arguments, glue_dir, run_glue  # noqa: F401 - fixtures
 
 from hf_moa.recipes.accelerate import GatedTraining
 

@@ -13,7 +13,6 @@ import datasets
 import pandas as pd
 import pytest
 from accelerate_runs import forget_accelerator
-from test_run_glue import checkpoint, glue_dir  # noqa: F401 - fixtures
 from test_run_qa import squad as squad_file
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reproduce"
@@ -261,8 +260,8 @@ def test_language_models(reproduce, data_dir, tmp_path, capsys, name):
 @pytest.mark.nightly
 def test_upcycled_checkpoint_against_fewer_layers(
     reproduce,
-    checkpoint,  # noqa: F811
-    glue_dir,  # noqa: F811
+    checkpoint,
+    glue_dir,
     tmp_path,
     capsys,
 ):
@@ -298,8 +297,8 @@ def test_upcycled_checkpoint_against_fewer_layers(
 @pytest.mark.slow
 def test_budgets_of_one_checkpoint_against_cut_models(
     reproduce,
-    checkpoint,  # noqa: F811
-    glue_dir,  # noqa: F811
+    checkpoint,
+    glue_dir,
     tmp_path,
     capsys,
 ):
@@ -334,7 +333,7 @@ def test_budgets_of_one_checkpoint_against_cut_models(
 
 
 @pytest.mark.slow
-def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):  # noqa: F811
+def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):
     module = reproduce("cct_bert")
     module.SEEDS, module.LENGTH, module.LATENCY_BATCH = (1,), 32, 2
     module.PLAIN_STEPS, module.GATED_STEPS = 2, 1

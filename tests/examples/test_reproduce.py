@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from launching import launch_ranks
-from test_run_glue import checkpoint, glue_dir  # noqa: F401 - fixtures
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reproduce"
 
@@ -28,8 +27,8 @@ def experiment(fresh_import, monkeypatch):
 
 def test_runs_are_made_once_and_reported(
     experiment,
-    checkpoint,  # noqa: F811
-    glue_dir,  # noqa: F811
+    checkpoint,
+    glue_dir,
     tmp_path,
     capsys,
 ):

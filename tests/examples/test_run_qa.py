@@ -10,7 +10,6 @@ import run_qa
 import torch
 from few_words import squad
 from script_runs import assert_measured_again, command_line, read_json
-from test_run_glue import checkpoint  # noqa: F401 - fixture
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 from hf_moa.recipes.question_answering import AnswerMetric, Features, read_squad, squad_scores
@@ -26,7 +25,7 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def arguments(files, checkpoint, tmp_path):  # noqa: F811
+def arguments(files, checkpoint, tmp_path):
     return {
         "model_name_or_path": checkpoint,
         "train_file": str(files / "train.json.gz"),
