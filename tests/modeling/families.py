@@ -232,6 +232,7 @@ CASE = {case.plain_name: case for case in CASES}
 # Of each family the class that every variant goes through.
 LANGUAGE_MODELS = [CASE["BertForMaskedLM"], CASE["GPT2LMHeadModel"], CASE["T5ForConditionalGeneration"]]
 
+each_family = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
 each_class = pytest.mark.parametrize("case", CASES, ids=CASE)
 each_head = pytest.mark.parametrize(
     "case", [case for case in CASES if case.task != "none"], ids=lambda case: case.plain_name

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from families import LANGUAGE_MODELS, each_mechanism, main_output
+from families import each_family, each_mechanism, main_output
 from torch import nn
 
 from hf_moa.modeling.attention.layer import GatedAttention
-
-each_family = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
 
 
 def _attention_modules(model):

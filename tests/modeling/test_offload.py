@@ -4,12 +4,11 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from common import alternating_device_map
-from families import LANGUAGE_MODELS, each_class, main_output
+from families import LANGUAGE_MODELS, each_class, each_family, main_output
 from peft import get_peft_model
 
 from hf_moa import FTGConfig, upcycle
 
-each_family = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
 NAMES = ["mha", "mae-1", "moa", "moe", "cct", "cct-plain", "moa-moe-cct"]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import alternating_device_map
-from families import LANGUAGE_MODELS, each_class, each_mechanism, each_variant, main_output
+from families import each_class, each_family, each_mechanism, each_variant, main_output
 from test_no_waiting import WIDTH, masks_made_without_looking  # noqa: F401
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
@@ -15,8 +15,6 @@ pytestmark = pytest.mark.gpu
 FIXED = {"router_type": "topk", "router_load_loss_coef": 0.0}
 HALF = [torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3}
-
-each_family = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import LANGUAGE_MODELS
+from families import LANGUAGE_MODELS, each_family
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
@@ -11,7 +11,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from hf_moa.modeling.core import gated_model
 
 VARIANTS = ["mae-1", "moa", "moe", "cct", "cct-plain", "moa-moe-cct"]
-each_family = pytest.mark.parametrize("case", LANGUAGE_MODELS, ids=lambda case: case.family.name)
 
 
 def inside_gates(model):
