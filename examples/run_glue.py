@@ -303,6 +303,7 @@ def main(args: list[str] | None = None) -> None:
         MoaTrainingArguments,
     )
     model_args, data_args, gating_args = arguments
+    split_args.check(adapter_args.adapter)
     set_up_logging(training_args, logger)
     with training_args.main_process_first(desc="reading the data"):
         raw_datasets, task = load_raw_datasets(model_args, data_args)
@@ -314,7 +315,7 @@ def main(args: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(model_args)
     set_padding(tokenizer, model)
     teacher = teacher_args.load(model, model_args)
-    model = split_model(model, split_args, adapter=adapter_args.adapter)
+    model = split_model(model, split_args)
     model = adapt(model, adapter_args, TaskType.SEQ_CLS, training_args.output_dir)
     label_ids = None if task.is_regression else label_order(model, task)
 

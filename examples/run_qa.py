@@ -185,6 +185,7 @@ def main(args: list[str] | None = None) -> None:
         MoaTrainingArguments,
     )
     model_args, data_args, gating_args = arguments
+    split_args.check(adapter_args.adapter)
     set_up_logging(training_args, logger)
     check_arguments(training_args)
     checkpoint = find_checkpoint(training_args)
@@ -198,7 +199,7 @@ def main(args: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(model_args)
     set_padding(tokenizer, model)
     teacher = teacher_args.load(model, model_args)
-    model = split_model(model, split_args, adapter=adapter_args.adapter)
+    model = split_model(model, split_args)
     model = adapt(model, adapter_args, TaskType.QUESTION_ANS, training_args.output_dir)
 
     def prepare(split: str) -> Features:

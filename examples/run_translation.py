@@ -125,6 +125,7 @@ def main(args: list[str] | None = None) -> None:
         MoaSeq2SeqTrainingArguments,
     )
     model_args, data_args, gating_args = arguments
+    split_args.check(adapter_args.adapter)
     set_up_logging(training_args, logger)
     check_arguments(training_args)
     checkpoint = find_checkpoint(training_args)
@@ -146,7 +147,7 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
     model = load_model(AutoModelForSeq2SeqLM, model_args, gating_args, tokenizer, fields)
     teacher = teacher_args.load(model, model_args)
-    model = split_model(model, split_args, adapter=adapter_args.adapter)
+    model = split_model(model, split_args)
     model = adapt(model, adapter_args, TaskType.SEQ_2_SEQ_LM, training_args.output_dir)
     with training_args.main_process_first(desc="tokenizing"):
         sets = {

@@ -37,27 +37,32 @@ class SplitArguments:
         names = [each.name for each in fields(SplitArguments)]
         return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != 1]
 
+    def check(self, adapter: str) -> None:
+        """Check what goes with a model that is split.
 
-def split_model(
-    model: PreTrainedModel, sizes: SplitArguments, *, adapter: str = "none"
-) -> PreTrainedModel:
+        Args:
+            adapter: what of the model is to be trained; see `AdapterArguments`.
+
+        Raises:
+            ValueError: an adapter.
+        """
+        if self.is_split and adapter != "none":
+            raise ValueError(
+                "`adapter` must be none for a model that is split over processes (got "
+                f"{adapter}): leave out {', '.join(self.given)}."
+            )
+
+
+def split_model(model: PreTrainedModel, sizes: SplitArguments) -> PreTrainedModel:
     """The model over processes; itself where it is not to be split. Each process has the whole model
     until then.
 
-    Args:
-        adapter: what of it is to be trained; see `AdapterArguments`.
-
     Raises:
-        ValueError: it cannot be split so, or with an adapter.
+        ValueError: it cannot be split so.
         RuntimeError: there are not as many processes.
     """
     if not sizes.is_split:
         return model
-    if adapter != "none":
-        raise ValueError(
-            f"`adapter` must be none for a model that is split over processes (got {adapter}): leave "
-            "tp_size, ep_size, fsdp_size and dp_replicate_size at 1."
-        )
     parts = type(model).from_pretrained(
         None,
         config=model.config,
