@@ -241,7 +241,7 @@ def table_against_cut(results: Results, task: str) -> str:
 
 
 def above_cut(results: Results, task: str, model: str, budget: float | None, size: int) -> list[float]:
-    """Points of accuracy, seed by seed."""
+    """Points of accuracy, of each seed that has the whole line."""
     times = latest(results, task=task, latency_of_batch=size)
     if not times:
         return []
@@ -250,7 +250,10 @@ def above_cut(results: Results, task: str, model: str, budget: float | None, siz
         time = times[PLAIN if model == ITSELF else at_budget(model, budget)]
         return dict.fromkeys(SEEDS, time), accuracies(results, task, model, budget)
 
-    return above_line(point(model, budget), (point(each, None) for each in (ITSELF, *CUT)))
+    line = [point(each, None) for each in (ITSELF, *CUT)]
+    cost, quality = point(model, budget)
+    of_line = set.intersection(*(set(values) for _, values in line))
+    return above_line((cost, {seed: y for seed, y in quality.items() if seed in of_line}), line)
 
 
 def accuracies(results: Results, task: str, model: str, budget: float | None) -> dict[int, float]:
