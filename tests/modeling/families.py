@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -237,11 +238,26 @@ each_class = pytest.mark.parametrize("case", CASES, ids=CASE)
 each_head = pytest.mark.parametrize(
     "case", [case for case in CASES if case.task != "none"], ids=lambda case: case.plain_name
 )
+MECHANISMS = {"mha": "mha", "mae": "mae-1", "moa": "moa", "cct": "cct"}
 each_mechanism = pytest.mark.parametrize(
-    "fields",
-    [VARIANTS[name] for name in ("mha", "mae-1", "moa", "cct")],
-    ids=("mha", "mae", "moa", "cct"),
+    "fields", [VARIANTS[name] for name in MECHANISMS.values()], ids=MECHANISMS
 )
+
+
+def each_class_and_mechanism(test):
+    """Each class with one of the mechanisms; with the others nightly. Another test has other pairs."""
+    first = crc32(test.__name__.encode())
+    pairs = [
+        pytest.param(
+            case,
+            VARIANTS[name],
+            id=f"{mechanism}-{case.plain_name}",
+            marks=[] if (first + i + j) % len(MECHANISMS) == 0 else [pytest.mark.nightly],
+        )
+        for i, case in enumerate(CASES)
+        for j, (mechanism, name) in enumerate(MECHANISMS.items())
+    ]
+    return pytest.mark.parametrize(("case", "fields"), pairs)(test)
 
 
 def each_variant_but(
@@ -271,7 +287,16 @@ def each_variant_but(
     )
 
 
-each_variant = each_variant_but()
+def each_variant(test):
+    """Each variant in one of the families that have it; in the others nightly. Another test has it in
+    another family."""
+    first = crc32(test.__name__.encode())
+    all_names = dict.fromkeys(name for case in LANGUAGE_MODELS for name in case.family.variants)
+    chosen: dict[str, set[str]] = {case.family.name: set() for case in LANGUAGE_MODELS}
+    for i, name in enumerate(all_names):
+        families = [case.family for case in LANGUAGE_MODELS if name in case.family.variants]
+        chosen[families[(first + i) % len(families)].name].add(name)
+    return each_variant_but(nightly_but=chosen)(test)
 
 
 def main_output(output) -> torch.Tensor:

@@ -11,9 +11,9 @@ from families import (
     CASES,
     LANGUAGE_MODELS,
     each_class,
+    each_class_and_mechanism,
     each_family,
     each_head,
-    each_mechanism,
     each_variant,
     main_output,
 )
@@ -78,8 +78,7 @@ def test_auto_classes_know_every_class(case):
 # --- invariances ----------------------------------------------------------------------------------
 
 
-@each_class
-@each_mechanism
+@each_class_and_mechanism
 def test_padding_and_batch_change_nothing(case, fields):
     _assert_padding_and_batch_change_nothing(case, fields)
 
@@ -127,8 +126,7 @@ def test_attention_implementations_agree(case, fields, implementation):
     torch.testing.assert_close(actual.logits[real], expected.logits[real], atol=1e-5 * scale, rtol=0)
 
 
-@each_class
-@each_mechanism
+@each_class_and_mechanism
 def test_inputs_embeds_stand_for_input_ids(case, fields):
     if case.task == "MultipleChoice" or case.plain_name in (
         "GPT2ForSequenceClassification",  # finds the last token by its id
@@ -319,8 +317,7 @@ def test_hidden_states_and_attentions(case, fields):
             torch.testing.assert_close(attention.sum(-1), torch.ones(3, 4, length))
 
 
-@each_class
-@each_mechanism
+@each_class_and_mechanism
 def test_return_dict_false_gives_a_tuple(case, fields):
     model = case.build(**fields)
     inputs = case.inputs()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from families import (
     each_class,
+    each_class_and_mechanism,
     each_family,
-    each_mechanism,
     each_variant,
     main_output,
 )
@@ -43,8 +43,7 @@ def test_mae_adds_gate_keys_only(case):
     assert all(".mixture.gate." in name for name in mae - plain)
 
 
-@each_class
-@each_mechanism
+@each_class_and_mechanism
 def test_every_class_loads_bit_exactly(case, fields, tmp_path):
     _assert_loads_bit_exactly(case, fields, tmp_path)
 
@@ -171,8 +170,7 @@ def test_gates_start_undecided(case, fields):
             assert entropy > 0.95 * math.log(p.shape[-1]), name
 
 
-@each_class
-@each_mechanism
+@each_class_and_mechanism
 def test_plain_parameters_start_as_the_backbones_do(case, fields):
     """Every parameter that the backbone has too has its mean and standard deviation."""
     wide = _WIDE[case.family.name]
