@@ -30,7 +30,7 @@ def differ(one, other):
 @each_backbone
 def test_gate_step_is_sgd_on_the_mixture(name):
     """The update, computed by hand in the mixture phase, where all parameters have gradients."""
-    model = build(name, attention_type="mae").train()
+    model = build(name, attention_type="mae").double().train()
     batches = micro_batches(name)
     before = experts(model)
     expected = gates(model)
@@ -40,12 +40,12 @@ def test_gate_step_is_sgd_on_the_mixture(name):
         expected[key] -= 0.7 * model.get_parameter(key).grad
     model.zero_grad()
 
-    model = build(name, attention_type="mae").train()  # with the statistics of the start
+    model = build(name, attention_type="mae").double().train()  # with the statistics of the start
     descent = BlockCoordinateDescent(model, learning_rate=0.7)
     descent.gate_step(lambda batch: (model(**batch).loss / len(batches)).backward(), batches)
     assert_same(experts(model), before)
     for key, value in gates(model).items():
-        torch.testing.assert_close(value, expected[key], atol=5e-6, rtol=0)
+        torch.testing.assert_close(value, expected[key], atol=1e-12, rtol=1e-10)
     assert all(p.grad is None for p in model.parameters())
     assert model.mae_phase == "expert"
     descent.finish()
@@ -162,14 +162,14 @@ def test_gate_update_comes_first_and_is_plain_sgd(name, accumulation, tmp_path):
     """Whatever the other optimiser is; and the F step's forward sees the updated gates."""
     data = list(rows(name))
     batches = [default_data_collator(data[i : i + 4]) for i in range(0, 4 * accumulation, 4)]
-    model = build(name, attention_type="mae").train()
+    model = build(name, attention_type="mae").double().train()
     expected = gates(model)
     for batch in batches:
         (model(**batch).loss / len(batches)).backward()
     for key in expected:
         expected[key] -= 0.3 * model.get_parameter(key).grad
 
-    model, seen = build(name, attention_type="mae"), []
+    model, seen = build(name, attention_type="mae").double(), []
     model.register_forward_pre_hook(lambda *_: seen.append((model.mae_phase, gates(model))))
     start = gates(model)
     run(
@@ -187,7 +187,7 @@ def test_gate_update_comes_first_and_is_plain_sgd(name, accumulation, tmp_path):
     assert_same(seen[0][1], start)
     assert_same(seen[accumulation][1], gates(model))
     for key, value in gates(model).items():
-        torch.testing.assert_close(value, expected[key], atol=5e-6, rtol=0)
+        torch.testing.assert_close(value, expected[key], atol=1e-12, rtol=1e-10)
 
 
 def test_every_update_takes_its_gate_step_first(tmp_path):

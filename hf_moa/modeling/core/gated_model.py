@@ -20,7 +20,7 @@ from ..mae.switches import MaeSwitches
 from ..moa.switches import MoaSwitches
 from .budget_switches import BudgetSwitches
 from .carried_loss import carried
-from .initialization import InitScales
+from .initialization import InitScales, beside_weights
 from .mechanism import mechanisms_of
 from .outputs import batch_term
 from .sharding import FSDPModule
@@ -132,7 +132,8 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
             with suppress(OSError):  # weights without a configuration beside them
                 saved, _ = config_class.get_config_dict(pretrained_model_name_or_path, **hub)
                 _check_budgets(budgets, saved.get("cct_budgets"))
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        with beside_weights():
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if getattr(model, "is_quantized", False):
             # quantisers convert linear layers; the matrices of experts are one tensor

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ..core.initialization import starts_beside_weights
 from ..core.linear_slices import is_plain, is_watched
 from ..core.precision import at_least_float32, cast
 from .norm import GateBatchNorm
@@ -17,8 +18,9 @@ from .norm import GateBatchNorm
 class MaeGate(nn.Module):
     """The gate network g: pooled inputs -> a distribution over experts (Peng et al. 2020).
 
-    BatchNorm, Linear(d, hidden), tanh, dropout, Linear(hidden, E), softmax. The last Linear starts
-    at zero, so that a converted checkpoint computes what it did before.
+    BatchNorm, Linear(d, hidden), tanh, dropout, Linear(hidden, E), softmax. They start as the
+    backbone's linear layers do; the last one at zero in a checkpoint that is converted, which so
+    computes what it did before.
 
     Args:
         hidden_size: d.
@@ -31,7 +33,6 @@ class MaeGate(nn.Module):
 
     gate_kind = "mae"
     last_layer = "out"
-    neutral_layers = ("out",)  # start at zero
 
     def __init__(self, *, hidden_size: int, num_experts: int, gate_hidden_size: int, dropout: float):
         super().__init__()
@@ -41,9 +42,15 @@ class MaeGate(nn.Module):
         self.out = nn.Linear(gate_hidden_size, num_experts)
         self.initialize()
 
+    @property
+    def neutral_layers(self) -> tuple[str, ...]:
+        """Those that start at zero."""
+        return (self.last_layer,) if starts_beside_weights() else ()
+
     def initialize(self, scales: Any = None) -> None:
-        """Start as uniform gates."""
-        init.zeros_(self.out.weight)
+        """Start as uniform gates beside weights that were trained without these."""
+        for name in self.neutral_layers:
+            init.zeros_(getattr(self, name).weight)
         init.zeros_(self.out.bias)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
