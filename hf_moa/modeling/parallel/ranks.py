@@ -136,9 +136,18 @@ class DealtRanks(TensorRanks):
         if not training:
             yield
             return
-        seed = int(torch.randint(2**62, ())) + self.mesh.get_local_rank()
-        is_cpu = self.mesh.device_type == "cpu"
-        devices = [] if is_cpu else [torch.accelerator.current_device_index()]
-        with torch.random.fork_rng(devices, device_type=self.mesh.device_type):
-            torch.manual_seed(seed)
+        kind = self.mesh.device_type
+        devices = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
+        with torch.random.fork_rng(devices, device_type=kind):
+            before = _random_states(kind)
             yield
+            drew = not all(map(torch.equal, before, _random_states(kind)))
+        if drew:  # on every rank; go on elsewhere than in what was drawn
+            torch.manual_seed(int(torch.randint(2**62, ())))
+
+
+def _random_states(device_type: str) -> list[Tensor]:
+    on_cpu = torch.get_rng_state()
+    if device_type == "cpu":
+        return [on_cpu]
+    return [on_cpu, torch.get_device_module(device_type).get_rng_state()]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from hf_moa.modeling.core.sharding import DTensor
 from hf_moa.training import gate_parameters
@@ -35,6 +36,20 @@ def make_optimizer(
     )
     give_own_rates(optimizer, model, args, with_gates=gates)
     return optimizer
+
+
+class SchedulePlace:
+    """Where a schedule of learning rates is: its state but for what it has of each group of parameters.
+    A model that is split in another way may have more of them, or fewer."""
+
+    def __init__(self, scheduler: LRScheduler):
+        self.scheduler = scheduler
+
+    def state_dict(self) -> dict[str, int]:
+        return {"last_epoch": self.scheduler.last_epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.scheduler.last_epoch = state["last_epoch"]
 
 
 def _new_optimizer(

@@ -50,7 +50,7 @@ class SplitAccelerator(Accelerator):
         options: of `Accelerator`.
 
     Raises:
-        ValueError: Accelerate is to shard the model, too.
+        ValueError: there are not as many processes; or Accelerate is to shard the model, too.
     """
 
     def __init__(self, sizes: SplitArguments, **options: Any):
@@ -60,6 +60,12 @@ class SplitAccelerator(Accelerator):
             raise ValueError(
                 f"{', '.join(sizes.given)} must be left out under {self.distributed_type.value} of "
                 "Accelerate, which shards the model itself: choose one of the two."
+            )
+        needed = sizes.tp_size * sizes.fsdp_size * sizes.dp_replicate_size
+        if needed != self.state.num_processes:
+            raise ValueError(
+                "`tp_size` * `fsdp_size` * `dp_replicate_size` must be the number of processes (got "
+                f"{needed} and {self.state.num_processes}): torchrun starts as many."
             )
 
     @property

@@ -69,7 +69,7 @@ from .checkpoints import (
     find_checkpoints,
     progress_of,
 )
-from .optimizers import make_optimizer
+from .optimizers import SchedulePlace, make_optimizer
 from .results import About, RunResults, TrainingLog
 from .sampling import EpochsGroupedByLength
 
@@ -148,7 +148,9 @@ class GatedTraining:
             num_warmup_steps=args.num_warmup_steps,
             num_training_steps=self.max_steps,
         )
-        accelerator.register_for_checkpointing(self.scheduler)
+        accelerator.register_for_checkpointing(
+            SchedulePlace(self.scheduler) if args.is_split else self.scheduler
+        )
         self.descent = prepare_gates(self.gated, args, self.mae_training)
         check_averaging(
             args,
@@ -463,8 +465,6 @@ class GatedTraining:
             return
         found = progress_of(folder, self.progress, is_split=self.args.is_split)
         self.accelerator.load_state(str(folder))
-        # there are as many groups of parameters as the model, split as it is now, needs
-        self.scheduler.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
         self.progress = found
         if self.accelerator.is_main_process:
             at_end_of_epoch = found.batches_in_epoch == len(self.loader)
