@@ -145,8 +145,8 @@ class Scenario:
             model.set_cct_execution("sparse")
         self.forward()
         self.generation()
-        if "tp_size" in self.parallel and not self.whole.config.cct_sublayer_norm:
-            # what the hidden layers' neurons skip, all processes skip together
+        if self.parallel.keys() == {"tp_size"} and not self.whole.config.cct_sublayer_norm:
+            # what one process skips of the neurons, all skip together
             operations = [self.operations_of_neurons(model) for model in (self.split, self.whole)]
             dist.all_reduce(operations[0])
             assert operations[0] == operations[1]
@@ -158,7 +158,7 @@ class Scenario:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(**self.inputs(), **self.budgets[-1])
         counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
-        total, prefix = 0, type(model).__name__.removeprefix("FSDP")
+        total, prefix = 0, type(model).__name__
         for name, module in model.named_modules():
             if isinstance(module, FeedForwardGate):
                 layer = f"{prefix}.{name}".rpartition(".")[0]
