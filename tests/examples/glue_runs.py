@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from few_words import WORDS, write_tokenizer
+from script_runs import ON_TRAINER
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -75,15 +76,11 @@ def glue_arguments(checkpoint, glue_dir, tmp_path):
         "data_dir": glue_dir,
         "max_seq_length": 24,
         "output_dir": str(tmp_path / "out"),
-        "do_train": True,
-        "do_eval": True,
+        **ON_TRAINER,
         "max_steps": 3,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
         "learning_rate": 1e-3,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         "seed": 3,
     }
 

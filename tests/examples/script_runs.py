@@ -5,6 +5,15 @@ from pathlib import Path
 
 from launching import launch_ranks
 
+# what runs of the scripts on Trainer have in common
+ON_TRAINER = {
+    "do_train": True,
+    "do_eval": True,
+    "save_strategy": "no",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
 # of a run that two processes can repeat, of as many samples an update
 REPEATABLE = {
     "attention_type": "mae",

@@ -10,7 +10,7 @@ import pytest
 import run_clm
 import torch
 from datasets import Dataset
-from script_runs import REPEATABLE, command_line, read_json, run_sharded
+from script_runs import ON_TRAINER, REPEATABLE, command_line, read_json, run_sharded
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_moa
@@ -48,15 +48,11 @@ def arguments(files, tmp_path):
         "test_file": str(files / "test.txt"),
         "vocab_size": 300,
         "output_dir": str(tmp_path / "out"),
-        "do_train": True,
-        "do_eval": True,
+        **ON_TRAINER,
         "max_steps": 4,
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 3,
         "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         "seed": 3,
     }
 

@@ -1,4 +1,4 @@
-"""`examples/run_glue.py` with adapters: FTG, FTG+, LoRA, a head alone."""
+"""`examples/run_glue.py` with adapters: FTG, FTG+, LoRA, only a head."""
 
 from pathlib import Path
 

@@ -8,7 +8,7 @@ import pytest
 import run_glue
 import torch
 from few_words import write_tokenizer
-from script_runs import command_line, read_json
+from script_runs import ON_TRAINER, command_line, read_json
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -60,14 +60,10 @@ def arguments(tmp_path):
         "attention_type": "mae",
         "max_seq_length": 16,
         "output_dir": str(tmp_path / "out"),
-        "do_train": True,
-        "do_eval": True,
+        **ON_TRAINER,
         "max_steps": 3,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 5,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         "report_to": "none",
     }
 

@@ -7,7 +7,7 @@ import pytest
 import run_mlm
 import torch
 from launching import launch, launch_ranks
-from script_runs import command_line, read_json
+from script_runs import ON_TRAINER, command_line, read_json
 from test_run_clm import made_up_lines
 from transformers import AutoModelForMaskedLM, AutoTokenizer, RobertaConfig, RobertaForMaskedLM
 
@@ -30,15 +30,11 @@ def arguments(tmp_path):
         "vocab_size": 200,
         "max_seq_length": 16,
         "output_dir": str(tmp_path / "out"),
-        "do_train": True,
-        "do_eval": True,
+        **ON_TRAINER,
         "max_steps": 4,
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 3,
         "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         "report_to": "none",
         "seed": 3,
     }

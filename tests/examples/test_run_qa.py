@@ -9,7 +9,7 @@ import pytest
 import run_qa
 import torch
 from few_words import squad
-from script_runs import assert_measured_again, command_line, read_json
+from script_runs import ON_TRAINER, assert_measured_again, command_line, read_json
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 from hf_moa.recipes.question_answering import AnswerMetric, Features, read_squad, squad_scores
@@ -33,13 +33,9 @@ def arguments(files, checkpoint, tmp_path):
         "max_seq_length": 12,
         "doc_stride": 3,
         "output_dir": str(tmp_path / "out"),
-        "do_train": True,
-        "do_eval": True,
+        **ON_TRAINER,
         "max_steps": 2,
         "per_device_train_batch_size": 4,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         "report_to": "none",
     }
 

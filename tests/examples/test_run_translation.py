@@ -12,7 +12,7 @@ import run_translation
 import sacrebleu
 import torch
 from peft import PeftModel
-from script_runs import REPEATABLE, command_line, read_json, run_sharded
+from script_runs import ON_TRAINER, REPEATABLE, command_line, read_json, run_sharded
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -66,16 +66,12 @@ def arguments(files, tmp_path):
         "vocab_size": 300,
         "max_target_length": 12,
         "output_dir": str(tmp_path / "out"),
-        "do_train": True,
-        "do_eval": True,
+        **ON_TRAINER,
         "predict_with_generate": True,
         "max_steps": 3,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
         "learning_rate": 1e-3,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         "seed": 3,
     }
 
