@@ -122,7 +122,7 @@ def test_half_precision_loads_and_runs(case, fields, dtype, tmp_path):
 
 @each_variant
 def test_loaded_and_built_models_start_alike(case, fields):
-    """`from_pretrained` of an empty checkpoint initialises as the constructor does, but for MAE's gates,
+    """`from_pretrained` of an empty checkpoint initialises as the constructor does, except MAE's gates,
     which start uniform beside the weights of a model without them."""
     config = case.config(**fields, **_WIDE[case.family.name])
     torch.manual_seed(0)

@@ -131,8 +131,8 @@ class DealtRanks(TensorRanks):
 
     @contextmanager
     def own_draws(self, training: bool) -> Iterator[None]:
-        """Draws that the other ranks have not. Ranks with more parts draw more, and would draw otherwise
-        than the others ever after, for what all have to draw alike."""
+        """Draws whose number is each rank's own: ranks with more parts draw more. Behind them all ranks
+        draw alike again, from a seed that all had in front of them."""
         if not training:
             yield
             return

@@ -39,7 +39,7 @@ def make_optimizer(
 
 
 class SchedulePlace:
-    """Where a schedule of learning rates is: its state but for what it has of each group of parameters.
+    """Where a schedule of learning rates is: its state, except what it has of each group of parameters.
     A model that is split in another way may have more of them, or fewer."""
 
     def __init__(self, scheduler: LRScheduler):

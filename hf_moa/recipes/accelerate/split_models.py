@@ -1,8 +1,8 @@
 """Accelerate's part in training a model that transformers' engine splits over processes.
 
-Accelerate refuses models whose parameters are `DTensor`s, but under its own FSDP; transformers' Trainer
-goes around that in the same way as this file: the model places its parts and reduces its gradients
-itself, and Accelerate brings the data, mixed precision and the states of random generators.
+Accelerate refuses models whose parameters are `DTensor`s, except under its own FSDP. transformers'
+Trainer goes around that in the same way as this file: the model places its parts and reduces its
+gradients itself, and Accelerate brings the data, mixed precision and the states of random generators.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SplitAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """As in transformers' Trainer: of copies of shards (HSDP), only these wait with their sum."""
+        """As in transformers' Trainer: if shards have copies (HSDP), only the sum over these waits."""
         if not isinstance(model, FSDPModule):
             yield
             return
