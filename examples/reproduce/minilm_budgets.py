@@ -205,7 +205,11 @@ def report(results: Results, folder: Path) -> str:
         parts += [
             f"### {task.upper()}: {examples:,} training examples, {epochs} epochs",
             task_table(results, task),
-            table_against_cut(results, task),
+            *(
+                [table_against_cut(results, task)]
+                if latest(results, task=task, latency_of_batch=32)
+                else []
+            ),
             time_and_machine(results, task=task),
         ]
     return "\n\n".join(parts)
@@ -223,6 +227,8 @@ def task_table(results: Results, task: str) -> str:
                 for found in latency.values()
             ]
             accuracy = accuracies(results, task, model, budget)
+            if not accuracy:
+                continue
             compute = with_deviation(computes(results, task, model, budget), "{:.2f}")
             rows.append([column, str(len(accuracy)), with_deviation(accuracy.values()), compute, *times])
     heads = [f"ms per example, batch {size} (speed-up)" for size in BATCH_SIZES]
