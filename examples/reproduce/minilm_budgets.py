@@ -205,13 +205,10 @@ def report(results: Results, folder: Path) -> str:
         parts += [
             f"### {task.upper()}: {examples:,} training examples, {epochs} epochs",
             task_table(results, task),
-            *(
-                [table_against_cut(results, task)]
-                if latest(results, task=task, latency_of_batch=32)
-                else []
-            ),
-            time_and_machine(results, task=task),
         ]
+        if any(latest(results, task=task, latency_of_batch=size) for size in BATCH_SIZES):
+            parts.append(table_against_cut(results, task))
+        parts.append(time_and_machine(results, task=task))
     return "\n\n".join(parts)
 
 
@@ -221,14 +218,14 @@ def task_table(results: Results, task: str) -> str:
     rows = []
     for model in MODELS:
         for column, budget in columns(model).items():
+            accuracy = accuracies(results, task, model, budget)
+            if not accuracy:
+                continue
             timed = PLAIN if model == ITSELF else column
             times = [
                 f"{found[timed]:.2f} ({found[PLAIN] / found[timed]:.2f}x)" if found else "-"
                 for found in latency.values()
             ]
-            accuracy = accuracies(results, task, model, budget)
-            if not accuracy:
-                continue
             compute = with_deviation(computes(results, task, model, budget), "{:.2f}")
             rows.append([column, str(len(accuracy)), with_deviation(accuracy.values()), compute, *times])
     heads = [f"ms per example, batch {size} (speed-up)" for size in BATCH_SIZES]
