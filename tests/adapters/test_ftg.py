@@ -1,13 +1,11 @@
 """FTG and FTG+: what is trained, saved and loaded, on every backbone and kind of gate."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from adapted import TASKS, VARIANTS, adapted, each_backbone, each_method, each_variant, predict, tensors
+from launching import fresh_python
 from peft import (
     AutoPeftModel,
     AutoPeftModelForCausalLM,
@@ -355,10 +353,6 @@ def test_adapter_loads_on_a_base_of_a_checkpoints_own_code(tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         expected = model(torch.arange(5, 12)[None]).logits
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(
-        [sys.executable, "-c", REMOTE, str(tmp_path)],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = fresh_python(REMOTE, tmp_path, folder=tmp_path, modules_cache=tmp_path / "code")
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate_runs import SCRIPTS, weights
-from launching import launch
+from launching import ON_CPU, accelerate_launch, launch_ranks
 from script_runs import command_line
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,7 +28,9 @@ VARIANTS = {
 def run_under_deepspeed(values):
     wrapper = Path(__file__).with_name("deepspeed_on_cpu.py")
     script = SCRIPTS["clm"].__file__
-    launch(*(wrapper, script, *command_line(values)), how=ZERO_3, environment={"DS_ACCELERATOR": "cpu"})
+    accelerate_launch(
+        *(wrapper, script, *command_line(values)), how=ZERO_3, environment={"DS_ACCELERATOR": "cpu"}
+    )
 
 
 @pytest.mark.slow
@@ -60,7 +62,7 @@ def test_zero_3_is_data_parallelism_and_resumes_exactly(arguments, tmp_path, var
         per_device_train_batch_size=2,
     )
     parallel = {**values, "output_dir": tmp_path / "parallel"}
-    launch(SCRIPTS["clm"].__file__, *command_line(parallel))
+    launch_ranks(2, SCRIPTS["clm"].__file__, *command_line(parallel), environment=ON_CPU)
     sharded = {**values, "use_cpu": None, "output_dir": tmp_path / "sharded"}
     run_under_deepspeed(sharded)
     expected, found = weights(parallel), weights(sharded)

@@ -11,7 +11,7 @@ import torch
 from accelerate import DistributedType, tracking
 from accelerate.tracking import GeneralTracker
 from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, cut_unevenly, evaluations, log, run, weights
-from launching import launch
+from launching import ON_CPU, launch_ranks
 from safetensors.torch import load_file
 from script_runs import command_line
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -198,7 +198,7 @@ def test_two_processes_train_as_one(task, changes, arguments, tmp_path):
     if changes:
         cut_unevenly(one["train_file"])
     run(task, one)
-    launch(SCRIPTS[task].__file__, *command_line(two))
+    launch_ranks(2, SCRIPTS[task].__file__, *command_line(two), environment=ON_CPU)
     expected, actual = weights(one), weights(two)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, atol=2e-4, rtol=1e-3, msg=name)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -12,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, cut_unevenly, evaluations, log, run, weights
-from launching import run_ranks
+from launching import fresh_python, torchrun
 from script_runs import command_line
 
 from hf_moa.recipes.accelerate.checkpoints import find_checkpoints
@@ -132,8 +131,8 @@ accelerate.Accelerator.save_state = die
 import run_clm_no_trainer
 run_clm_no_trainer.main({command_line(values)!r})
 """
-    died = subprocess.run([sys.executable, "-c", script], capture_output=True, env=os.environ)
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    died = fresh_python(script)
+    assert died.returncode == -signal.SIGKILL, died.stderr
     whole = [path.name for path in find_checkpoints(tmp_path / "out")]
     assert whole == ["step_1", "step_2"]
     run("clm", values)
@@ -168,7 +167,7 @@ def test_one_of_four_processes_is_killed(arguments, tmp_path):
     (tmp_path / "script.py").write_text(_DIES)
     values = arguments("clm", attention_type="mae", checkpointing_steps=1, per_device_train_batch_size=1)
     values["resume_from_checkpoint"] = "latest"
-    run_script = partial(run_ranks, 4, tmp_path / "script.py")
+    run_script = partial(torchrun, 4, tmp_path / "script.py")
     died = run_script(tmp_path / "time_of_death", *command_line(values))
     assert died.returncode != 0
     assert time.time() - float((tmp_path / "time_of_death").read_text()) < 60

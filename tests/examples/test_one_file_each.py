@@ -2,11 +2,11 @@
 
 import ast
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import fresh_python
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples").glob("run_*.py"))
 
@@ -45,8 +45,7 @@ def test_copies_run(tmp_path):
     for script in SCRIPTS:
         shutil.copy(script, tmp_path)
     names = [script.name for script in SCRIPTS]
-    command = [sys.executable, "-P", "-c", HELP_OF_ALL, *names]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = fresh_python(HELP_OF_ALL, *names, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     *helps, _ = done.stdout.split("=== ended: ")
     assert len(helps) == len(SCRIPTS)

@@ -1,16 +1,14 @@
 """`examples/run_glue.py` end to end: a tiny random BERT on a tiny MRPC, a few steps on the CPU."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from few_words import WORDS
 from glue_runs import SCRIPT, saved_model
+from launching import fresh_python
 from script_runs import assert_measured_again, command_line, read_json
 from transformers import (
     AutoModelForSequenceClassification,
@@ -28,9 +26,8 @@ def arguments(glue_arguments):
 def test_baseline_as_a_script_with_arguments_from_a_json_file(arguments, tmp_path):
     arguments.update(do_predict=True, pad_to_max_length=False, max_train_samples=20)
     (tmp_path / "arguments.json").write_text(json.dumps(arguments))
-    # The repository's own package, installed or not.
-    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, SCRIPT, tmp_path / "arguments.json"], check=True, env=env)
+    done = fresh_python(SCRIPT, tmp_path / "arguments.json")
+    assert done.returncode == 0, done.stderr
 
     model = saved_model(arguments)
     assert type(model).__name__ == "BertForSequenceClassification"

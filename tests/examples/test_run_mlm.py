@@ -6,7 +6,7 @@ import math
 import pytest
 import run_mlm
 import torch
-from launching import launch, launch_ranks
+from launching import accelerate_launch, launch_ranks
 from script_runs import ON_TRAINER, command_line, read_json
 from test_run_clm import made_up_lines
 from transformers import AutoModelForMaskedLM, AutoTokenizer, RobertaConfig, RobertaForMaskedLM
@@ -171,6 +171,6 @@ def test_two_processes_train_together_without_a_flag(arguments):
     """Of 8 sequences a step, 4 each."""
     del arguments["max_steps"], arguments["use_cpu"]
     arguments |= {"do_eval": False, "num_train_epochs": 1, "per_device_train_batch_size": 4}
-    launch(run_mlm.__file__, *command_line(arguments), environment={})
+    accelerate_launch(run_mlm.__file__, *command_line(arguments))
     samples = read_json(arguments, "train_results.json")["train_samples"]
     assert read_json(arguments, "trainer_state.json")["max_steps"] == math.ceil(samples / 8)

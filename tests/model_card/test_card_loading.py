@@ -1,12 +1,10 @@
 """How to load a model: the snippets of cards run."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from cards import execute, python_of, saved
 from families import CASE, CASES
+from launching import fresh_python
 
 from hf_moa.model_card import checkpoint_card, write_card
 
@@ -59,9 +57,7 @@ def test_snippets_run_without_the_package(tmp_path):
     for name in classes:
         saved(CASE[name], tmp_path / name, attention_type="mae")
         write_card(checkpoint_card(tmp_path / name), tmp_path / name / "README.md")
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, *classes], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = fresh_python(ALONE, *classes, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [f"Moa{name}" for name in classes]
 

@@ -1,13 +1,11 @@
 """Checkpoints carry their code: they load with `trust_remote_code=True` without hf_moa installed."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from families import CASE, CASES, LANGUAGE_MODELS, each_class, main_output
+from launching import fresh_python
 from test_pipelines import tokenizer
 from transformers import pipeline
 from transformers.dynamic_module_utils import get_imports
@@ -91,15 +89,7 @@ def test_checkpoint_loads_without_the_package(name, fields, lacking, tmp_path):
     family = [other.auto_name for other in CASES if other.family is case.family]
     script = tmp_path / "elsewhere.py"
     script.write_text(_WITHOUT_THE_PACKAGE)
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
-    result = subprocess.run(
-        [sys.executable, script, tmp_path, *family],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = fresh_python(script, tmp_path, *family, folder=tmp_path, modules_cache=tmp_path / "code")
     assert result.returncode == 0, result.stderr[-3000:]
     for other in CASES:
         if other.family is case.family:
@@ -178,14 +168,8 @@ def test_package_knows_a_checkpoint_that_came_with_its_own_code(tmp_path):
     case.build(attention_type="mae", cct_budgets=[1, 0.5]).save_pretrained(tmp_path / "checkpoint")
     script = tmp_path / "before.py"
     script.write_text(_BEFORE_THE_PACKAGE)
-    result = subprocess.run(
-        [sys.executable, script, tmp_path / "checkpoint", tmp_path / "run"],
-        env=os.environ | {"HF_HOME": str(tmp_path / "home")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    folders = tmp_path / "checkpoint", tmp_path / "run"
+    result = fresh_python(script, *folders, folder=tmp_path, modules_cache=tmp_path / "code")
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -206,9 +190,8 @@ def test_pipeline_of_the_carried_code_answers_as_the_packages(tmp_path):
     case = CASE["BertForSequenceClassification"]
     case.build(attention_type="mae", cct_budgets=[1, 0.5]).save_pretrained(tmp_path)
     tokenizer(case).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", _PIPELINE, str(tmp_path), "0.5"]
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = fresh_python(_PIPELINE, tmp_path, 0.5, modules_cache=tmp_path / "code")
+    assert found.returncode == 0, found.stderr[-3000:]
     classify = pipeline("text-classification", str(tmp_path), top_k=None, budget=0.5)
     expected = classify(["a head may be dropped", "which"])
     for own, theirs in zip(json.loads(found.stdout.splitlines()[-1]), expected, strict=True):

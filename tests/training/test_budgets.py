@@ -1,8 +1,6 @@
 """`evaluate_budgets` on a model whose compute fractions are known exactly."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launching import launch_ranks
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import ModelOutput
@@ -220,9 +219,7 @@ def test_every_row_of_a_search_counts(tmp_path):
 @pytest.mark.slow
 def test_two_processes_count_every_sequence_once(tmp_path):
     """Five sequences on two processes: three are repeated to fill the last batches."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", __file__]
-    subprocess.run([*launch, str(tmp_path)], check=True, env=env)
+    launch_ranks(2, __file__, tmp_path)
     for rank in range(2):
         world_size, rows, [searched] = json.loads((tmp_path / f"rows-{rank}.json").read_text())
         assert world_size == 2

@@ -1,16 +1,13 @@
 """FSDP version 2 on two processes: block coordinate descent, sharded checkpoints, whole models."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
 from fsdp_worker import MODELS, STANDING, TAUGHT, teacher_of
-from launching import launch
+from launching import ON_CPU, fresh_python, launch_ranks
 from safetensors.torch import load_file
 from training_runs import CLASSES, build, gates, run
 
@@ -20,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp")
-    launch(Path(__file__).parent / "fsdp_worker.py", folder)
+    launch_ranks(2, Path(__file__).with_name("fsdp_worker.py"), folder, environment=ON_CPU)
     return folder
 
 
@@ -71,11 +68,8 @@ def test_configuration_and_code_are_those_of_one_process(saved, trained, tmp_pat
     for name in names:
         assert (folder / name).read_text() == (tmp_path / name).read_text(), name
     if "checkpoint" not in saved:
-        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-        subprocess.run(
-            [sys.executable, "-c", _WITHOUT_THE_PACKAGE, str(folder)],
-            env=environment, check=True, cwd=tmp_path,
-        )  # fmt: skip
+        done = fresh_python(_WITHOUT_THE_PACKAGE, folder, modules_cache=tmp_path / "code")
+        assert done.returncode == 0, done.stderr
 
 
 def test_diverged_run_is_saved_whole(trained):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import launch
+from launching import ON_CPU, launch_ranks
 from safetensors.torch import load_file
 from scenarios import SCENARIOS, SETTINGS, teacher_of
 from training_runs import build, gates, run, uneven_rows
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    launch(HERE / "process_worker.py", folder, *SCENARIOS)
+    launch_ranks(2, HERE / "process_worker.py", folder, *SCENARIOS, environment=ON_CPU)
     return folder
 
 

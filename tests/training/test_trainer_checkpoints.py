@@ -4,12 +4,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import fresh_python
 from training_runs import CLASSES, VARIANTS, assert_same, build, run, tensors, trainer
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -196,8 +196,8 @@ made.train()
 def test_killed_run_goes_on_from_its_last_whole_checkpoint(method, after, tmp_path):
     folder = tmp_path / "killed"
     script = KILLED.format(path=sys.path, folder=str(folder), method=method, after=after)
-    died = subprocess.run([sys.executable, "-c", script], capture_output=True, env=os.environ)
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    died = fresh_python(script)
+    assert died.returncode == -signal.SIGKILL, died.stderr
     assert get_last_checkpoint(folder) == str(folder / "checkpoint-2")
     assert any((folder / "_unfinished" / "checkpoint-3").iterdir())
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
