@@ -11,6 +11,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 import pytest
 import torch
+from covering import leave_others_to_the_night
 
 from hf_moa.modeling.core.mechanism import MECHANISMS
 
@@ -19,10 +20,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
-def pytest_itemcollected(item):
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
+def pytest_collection_modifyitems(items):
     """Nightly tests are not among the slow ones, whichever of the marks a test or its case has."""
-    if item.get_closest_marker("nightly"):
-        item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+    leave_others_to_the_night(items)
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
 
 
 def pytest_collection_finish():

@@ -113,6 +113,7 @@ def assert_equal(actual, expected):
 # --- causality ------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @each_decoder
 def test_no_gate_sees_the_future(decoder, fields):
     model = decoder.build(**fields)
@@ -124,6 +125,7 @@ def test_no_gate_sees_the_future(decoder, fields):
         _assert_causal(decoder, model, ids, budget=budget)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("decoder", "fields", "phase"),
     [
@@ -162,6 +164,7 @@ def _assert_causal(decoder, model, ids, **kwargs):
         assert not torch.allclose(after[:, t:], before[:, t:])
 
 
+@pytest.mark.covering
 @each_stateful_decoder
 def test_no_gradient_comes_from_the_future(decoder, fields):
     model = decoder.build(**fields)
@@ -179,6 +182,7 @@ def test_no_gradient_comes_from_the_future(decoder, fields):
 # --- caches ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @each_decoder_and_mode
 def test_cached_decoding_equals_the_full_forward(decoder, fields, mode):
     model = decoder.build(**fields)
@@ -192,6 +196,7 @@ def test_cached_decoding_equals_the_full_forward(decoder, fields, mode):
     assert_equal(torch.cat(steps, dim=1), full)
 
 
+@pytest.mark.covering
 @each_decoder_and_mode
 def test_left_padded_cached_decoding_equals_each_row_alone(decoder, fields, mode):
     model = decoder.build(**fields)
@@ -211,6 +216,7 @@ def test_left_padded_cached_decoding_equals_each_row_alone(decoder, fields, mode
     torch.testing.assert_close(actual, alone[0], atol=1e-10, rtol=0)
 
 
+@pytest.mark.covering
 @each_decoder_and_mode
 def test_mask_of_all_slots_equals_that_of_the_tokens(decoder, fields, mode):
     model = decoder.build(**fields)
@@ -239,6 +245,7 @@ def test_mask_of_all_slots_equals_that_of_the_tokens(decoder, fields, mode):
         assert_equal(steps[1][real], steps[0][real])
 
 
+@pytest.mark.covering
 @each_decoder_and_mode
 def test_static_cache_equals_the_full_forward(decoder, fields, mode):
     model = decoder.build(**fields)
@@ -257,6 +264,7 @@ def test_static_cache_equals_the_full_forward(decoder, fields, mode):
         cache.reset()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @each_stateful_decoder
 def test_static_cache_whose_length_is_set_back_equals_the_full_forward(decoder, fields, mode):
@@ -316,6 +324,7 @@ def test_compute_fraction_counts_cached_keys(decoder, fields):
         torch.testing.assert_close(total, full)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @each_stateful_decoder
 def test_cache_can_be_reordered_cropped_and_repeated(decoder, fields, mode):
@@ -488,6 +497,7 @@ each_decoder_alone = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.covering
 @each_decoder_alone
 def test_given_cache_is_used_whatever_use_cache_says(decoder, fields):
     model = decoder.build(**fields)
@@ -502,6 +512,7 @@ def test_given_cache_is_used_whatever_use_cache_says(decoder, fields):
 # --- cross-attention of BERT and GPT-2 ------------------------------------------------------------
 
 
+@pytest.mark.covering
 @each_decoder_alone
 def test_cross_attention_is_cached_and_counted(decoder, fields):
     model = decoder.build(add_cross_attention=True, **fields)

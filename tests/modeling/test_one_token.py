@@ -51,6 +51,7 @@ each_variant_of_readers = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.covering
 @each_variant_of_readers
 def test_logits_are_those_of_all_tokens(reader, fields):
     model, inputs = reader.build(**fields).double(), reader.inputs()
@@ -61,6 +62,7 @@ def test_logits_are_those_of_all_tokens(reader, fields):
         torch.testing.assert_close(output.logits, expected.logits, atol=1e-12, rtol=0)
 
 
+@pytest.mark.covering
 @each_variant_of_readers
 def test_gradients_are_those_of_all_tokens(reader, fields):
     model, inputs = reader.build(**fields).double(), reader.inputs()
@@ -85,6 +87,7 @@ def test_executions_agree(case, name, execution):
     torch.testing.assert_close(output.logits, expected.logits, atol=1e-12, rtol=0)
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("name", ["mha", "mae-1", "moa", "mae-cct"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("padding", ["right", "left", "none", "without a mask"])
@@ -208,6 +211,7 @@ def test_the_cache_holds_all_tokens(name):
     torch.testing.assert_close(*outputs, atol=1e-12, rtol=0)
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("position", [2, -1, torch.tensor([0, 3, 5])])
 @pytest.mark.parametrize("name", ["mha", "mae-1", "moa", "mae-cct", "moa-moe-cct"])
 @pytest.mark.parametrize("model_class", ["BertModel", "GPT2Model"])

@@ -38,6 +38,7 @@ def budget_of(fields):
     return {"budget": 0.5} if fields.get("cct_full_budget_is_plain") else {}
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("padding", ["right", "left", "none"])
 @each_gated_variant
@@ -59,6 +60,7 @@ def test_sparse_equals_dense(case, fields, padding, implementation):
     torch.testing.assert_close(sparse.compute_fraction, fraction)
 
 
+@pytest.mark.covering
 @each_gated_variant
 def test_longer_padding_changes_nothing(case, fields, monkeypatch):
     """As on an accelerator."""
@@ -98,6 +100,7 @@ def test_models_side_by_side_compute_what_each_does(execution, monkeypatch):
         torch.testing.assert_close(one, model(ids).last_hidden_state, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("more", [0, 5], ids=["", "longer-padding"])
 @pytest.mark.parametrize("num_beams", [1, 2])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -126,6 +129,7 @@ def test_generation_is_the_same(case, cache, num_beams, more, monkeypatch):
     assert torch.equal(*results)
 
 
+@pytest.mark.covering
 @each_gated_variant
 def test_gradients_are_the_same(case, fields):
     inputs, gradients = case.inputs(), []
@@ -244,6 +248,7 @@ def test_all_closed_and_all_open(case, open_gates):
     torch.testing.assert_close(logits[1][real], logits[0][real], atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.covering
 @each_gated_variant
 def test_no_projection_is_asked_for_no_tokens(case, fields):
     """Quantised ones may fail of them."""
@@ -373,6 +378,7 @@ def test_nan_is_not_skipped():
     torch.testing.assert_close(actual[real], expected[real], atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.covering
 @each_gated_variant
 def test_autocast(case, fields):
     inputs = case.inputs()
