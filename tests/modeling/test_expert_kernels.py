@@ -1,12 +1,9 @@
 """The kernels for GPUs, as far as they can be tried without one: Triton's interpreter runs them on a
 CPU, and what runs around them takes tensors without numbers.
 
-Triton 3.9's interpreter computes wrongly in bfloat16 (twice a number is not its double), so bfloat16 is
-compiled alone (`test_expert_kernels_compiled.py`)."""
+The interpreter cannot compute in bfloat16: that is compiled only (`test_expert_kernels_compiled.py`)."""
 
 import contextlib
-import importlib.util
-import sys
 from functools import partial
 
 import pytest
@@ -15,6 +12,7 @@ from common import assert_same_with_gradients, hidden
 from layers import attention_layer
 from references import moa_attention
 from torch._subclasses import FakeTensorMode
+from triton_tools import interpreted_copy
 
 from hf_moa.modeling.moa import fast_products as expert_products
 from hf_moa.modeling.moa import fast_products_cpu as expert_loop
@@ -38,21 +36,8 @@ dtypes = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """The module, with kernels that are interpreted. Triton decides that when it is imported."""
-
-    def forget():
-        loaded = [name for name in sys.modules if name.split(".")[0] == "triton"]
-        return {name: sys.modules.pop(name) for name in loaded if "_C" not in name}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        kept = forget()
-        spec = importlib.util.spec_from_file_location("interpreted_kernels", expert_kernels.__file__)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    with interpreted_copy(expert_kernels) as module:
         yield module
-        forget()
-        sys.modules.update(kept)
 
 
 def draw(size, dtype):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_expert_linear import choose
+from triton_tools import translate
 
 from hf_moa.modeling.moa import fast_products_gpu as expert_kernels
 from hf_moa.modeling.moa import projections as expert_linear
@@ -10,32 +11,10 @@ from hf_moa.modeling.moa import projections as expert_linear
 pytest.importorskip("triton")
 
 
-def translate(kernel, dtype, generation, *, num_warps, none, one=None, **constants):
-    """Compile a kernel to a GPU's machine code, as the launch of aligned tensors would.
-
-    Args:
-        none, one: the arguments that are None, and 1."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    names = kernel.arg_names
-    pointers = {"x", "weight", "scale", "bias", "out", "a", "b", "sums"}
-    types = {name: f"*{dtype}" if name in pointers else "i32" for name in names}
-    types |= {"order": "*i64", "ends": "*i64"}
-    constants |= {none: None} | ({} if one is None else {one: 1})
-    types |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(names)
-            if name not in constants and name != "num_experts"
-        },
-    )
-    target = GPUTarget("cuda", generation, 32)
-    return compile(source, target=target, options={"num_warps": num_warps})
+def compiled_for(generation, kernel, dtype, **constants):
+    pointers = dict.fromkeys(("x", "weight", "scale", "bias", "out", "a", "b", "sums"), dtype)
+    pointers |= {"order": "i64", "ends": "i64"}
+    return translate(kernel, pointers, generation, undivided=["num_experts"], **constants)
 
 
 @pytest.mark.slow
@@ -54,12 +33,11 @@ def test_kernels_compile_for_gpus(precision, generation, monkeypatch, tmp_path):
     # into the heads, whose matrices are transposed, and out of them
     for none, one, slots in (("scale", "stride_in", 8), ("bias", "stride_out", 1)):
         compiled.append(
-            translate(
+            compiled_for(
+                generation,
                 expert_kernels._multiply_rows,
                 dtype,
-                generation,
-                none=none,
-                one=one,
+                **{none: None, one: 1},
                 SLOTS=slots,
                 EXPERTS=64,
                 BLOCK_ROWS=tiles.rows,
@@ -71,11 +49,11 @@ def test_kernels_compile_for_gpus(precision, generation, monkeypatch, tmp_path):
         )
     for none in ("scale", "sums"):
         compiled.append(
-            translate(
+            compiled_for(
+                generation,
                 expert_kernels._multiply_experts,
                 dtype,
-                generation,
-                none=none,
+                **{none: None},
                 SLOTS=8,
                 BLOCK_ROWS=tiles.summed,
                 BLOCK_A=64,

@@ -15,20 +15,12 @@ Accumulation is in float32; float32 is multiplied as `torch.backends.cuda.matmul
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
-
-logger = logging.get_logger(__name__)
+from ..core.gpu_kernels import jit, tl, triton
 
 
 class _Tiles(NamedTuple):
@@ -47,25 +39,6 @@ _LARGEST_TILES = {
     torch.bfloat16: _Tiles(rows=128, columns=128, summed=64, warps=4),
     torch.float32: _Tiles(rows=64, columns=64, summed=16, warps=2),
 }
-
-
-@cache
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernels can run on a GPU, and its tensor cores know their dtypes: Triton builds its
-    driver when it is first asked for, which takes a C compiler."""
-    if triton is None:
-        return False
-    try:
-        triton.runtime.driver.active.get_current_target()
-    except Exception as error:
-        logger.warning(f"MoA computes all experts, since Triton has no driver here: {error}")
-        return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def jit(function: Callable) -> Any:
-    """Triton's decorator; without Triton, the function as it is, which nobody calls."""
-    return function if triton is None else triton.jit(function)
 
 
 @jit

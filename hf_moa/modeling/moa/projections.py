@@ -28,7 +28,7 @@ from .fast_products import expert_input, expert_output
 
 @torch.compiler.assume_constant_result
 def kernels_run_on(device: torch.device) -> bool:
-    from .fast_products_gpu import runs_on
+    from ..core.gpu_kernels import runs_on
 
     return runs_on(device)
 

@@ -1,0 +1,75 @@
+"""What Triton can do without a GPU: interpret kernels, and compile them.
+
+The interpreter of Triton 3.9 computes wrongly in bfloat16: twice a number is not its double.
+"""
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_SHARED = "hf_moa.modeling.core.gpu_kernels"
+
+
+@contextmanager
+def interpreted_copy(module):
+    """A copy of a module, with kernels that are interpreted. Triton decides that when it is imported."""
+
+    def forget():
+        loaded = [name for name in sys.modules if name.split(".")[0] == "triton" or name == _SHARED]
+        return {name: sys.modules.pop(name) for name in loaded if "_C" not in name}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        kept = forget()
+        spec = importlib.util.spec_from_file_location(f"{module.__name__}_interpreted", module.__file__)
+        copy = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(copy)
+        yield copy
+        forget()
+        sys.modules.update(kept)
+
+
+def translate(kernel, pointers, generation, *, num_warps, num_stages=3, undivided=(), **constants):
+    """Compile a kernel to a GPU's machine code, as the launch of aligned tensors would.
+
+    Args:
+        pointers: the type of what tensors hold, by the argument's name; of other arguments it is i32.
+        generation: of the GPU.
+        undivided: numbers that may be of any size; others are multiples of 16.
+        constants: arguments that the compiler knows: constants, None, and numbers that are 1.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    names = kernel.arg_names
+    types = {name: f"*{pointers[name]}" if name in pointers else "i32" for name in names}
+    types |= {"dropout": "fp32"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if name not in (*constants, *undivided, "dropout")
+        },
+    )
+    target = GPUTarget("cuda", generation, 32)
+    return compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+
+
+def bytes_spilled(compiled, folder):
+    """What a thread keeps in memory, since it has no registers left."""
+    import triton
+
+    folder.joinpath("kernel.cubin").write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [tool, "-res-usage", folder / "kernel.cubin"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", done.stdout).group(1))
