@@ -55,17 +55,17 @@ class GatePast(NamedTuple):
         """See `GatedDynamicLayer.mean`."""
         return self.layer.mean(self.name, entry, valid, size=self.size)
 
-    def scale_and_shift(self, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`norm.scale_and_shift(dtype)`, made once: weights stay while a cache is filled. Made again for
-        another weight, as another adapter's."""
+    def once(self, of: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What `make` makes of weights, which stay while a cache is filled. Made again of others, as of
+        another adapter's."""
         kept = self.layer.kept.get(self.name)
-        if kept is None or kept[0] is not norm.weight or kept[1] is not dtype:
-            kept = self.layer.kept[self.name] = norm.weight, dtype, norm.scale_and_shift(dtype)
-        return kept[2]
+        if kept is None or any(old is not new for old, new in zip(kept[0], of, strict=True)):
+            kept = self.layer.kept[self.name] = of, make()
+        return kept[1]
 
 
 class _GateStates:
-    """A cache layer's named gate states, the batch first; and what the gates' norms amount to."""
+    """A cache layer's named gate states, the batch first; and what the gates make of their weights."""
 
     # no part of what an exporter sees, as in `GrowingEntries`, nor of a copy
     __slots__ = ("_kept",)
@@ -77,7 +77,7 @@ class _GateStates:
 
     @property
     def kept(self) -> dict[str, tuple]:
-        """Of a gate, by its state's name: its norm's weight, a dtype, and the norm's scale and shift."""
+        """Of a gate, by its state's name: weights, and what was made of them."""
         try:
             return self._kept
         except AttributeError:

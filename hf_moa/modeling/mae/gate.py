@@ -102,6 +102,7 @@ class MaeGate(nn.Module):
             return nn.functional.linear(x, weight.to(dtype), bias.to(dtype))
         if stands_alone and not by_batch and past is not None:
             x = at_least_float32(x)
-            scale, shift = past.scale_and_shift(norm, x.dtype)
+            of, float_type = (norm.weight, x.dtype), x.dtype
+            scale, shift = past.once(of, lambda: norm.scale_and_shift(float_type))
             return dense(cast(torch.addcmul(shift, x, scale), dtype))
         return dense(norm(x, valid).to(dtype))

@@ -31,6 +31,7 @@ from ..core.process_sum import in_process_group
 from ..core.records import Record
 from ..core.slots import MIXTURES
 from ..core.tracing import is_traced
+from .fast_gate import fast_gates, is_fast
 from .fast_products import project_weighted
 from .gate import MaeGate
 from .pooling import last_windowed_means, masked_mean, windowed_mean
@@ -262,6 +263,9 @@ class MixtureOfHeads(MultiHead):
         if not self.is_causal:
             valid = None if padding_mask is None else padding_mask.any(dim=1)
             return gate(masked_mean(hidden_states, padding_mask), valid, dtype=dtype)
+        window = self.window
+        if window is not None and is_fast(gate, hidden_states, window, past):
+            return fast_gates(gate, hidden_states, padding_mask, window=window, past=past)
 
         def pool(inputs: Tensor) -> Tensor:
             if past is not None:

@@ -82,28 +82,51 @@ class GateBatchNorm(nn.BatchNorm1d):
         vectors = x.flatten(0, -2)
         weight = None if valid is None else valid.flatten().unsqueeze(-1).to(x.dtype)
         if self.is_global and in_process_group():
-            count, batch_mean, batch_var = self._global_moments(vectors, weight)
+            weight = vectors.new_ones(len(vectors), 1) if weight is None else weight
+            center = self.running_mean.to(x.dtype)
+            deviation = (vectors - center) * weight
+            sums = weight.sum(), deviation.sum(dim=0), deviation.square().sum(dim=0)
+            count, batch_mean, batch_var = self._moments_of_all(*sums)
             mean = torch.where(count > 1, batch_mean, mean)
             var = torch.where(count > 1, batch_var, var)
             standard = (vectors - mean) * torch.rsqrt(var + self.eps)
         else:
             compute = _standardize if needs_autograd() else _Standardize.apply
             standard, _, count, batch_mean, batch_var = compute(vectors, weight, mean, var, self.eps)
-        if not _is_recomputing():
-            self._update_running_statistics(batch_mean, batch_var, count, count > 1)
+        self._follow(batch_mean, batch_var, count)
         return standard.view(x.shape)
 
-    def _global_moments(self, vectors: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Count, mean and variance of the vectors of all processes, in one exchange."""
-        weight = vectors.new_ones(len(vectors), 1) if weight is None else weight
-        # Around the running mean, which all processes share: squares of it would swallow the rest.
-        center = self.running_mean.to(vectors.dtype)
-        deviation = (vectors - center) * weight
-        sums = torch.cat([weight.sum().view(1), deviation.sum(dim=0), deviation.square().sum(dim=0)])
-        count, first, second = sum_over_processes(sums).split([1, len(center), len(center)])
+    def scale_and_shift_of_batch(
+        self, count: Tensor, mean: Tensor, var: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The scale and the shift, `[d]` each, that normalise a batch; the running statistics follow it.
+
+        Args:
+            count, mean, var: how many vectors of this process count, and their moments.
+        """
+        if self.is_global and in_process_group():
+            away = mean - self.running_mean.to(mean.dtype)
+            count, mean, var = self._moments_of_all(count, count * away, count * (var + away.square()))
+        weight, bias, running_mean, running_var = self._weights_and_statistics(mean.dtype)
+        scale = weight * torch.rsqrt(torch.where(count > 1, var, running_var) + self.eps)
+        shift = bias - torch.where(count > 1, mean, running_mean) * scale
+        self._follow(mean, var, count)
+        return scale, shift
+
+    def _moments_of_all(
+        self, count: Tensor, first: Tensor, second: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Count, mean and variance of the vectors of all processes, in one exchange, from sums of this
+        one's around the running mean, which all share: squares of it would swallow the rest."""
+        sums = torch.cat([count.view(1), first, second])
+        count, first, second = sum_over_processes(sums).split([1, len(first), len(second)])
         mean = first / count.clamp(min=1)
         var = (second / count.clamp(min=1) - mean.square()).clamp(min=0)
-        return count.squeeze(0) / self.copies, center + mean, var
+        return count.squeeze(0) / self.copies, self.running_mean.to(mean.dtype) + mean, var
+
+    def _follow(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        if not _is_recomputing():
+            self._update_running_statistics(mean, var, count, count > 1)
 
     @torch.no_grad()
     def _update_running_statistics(
