@@ -15,6 +15,7 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from hf_moa.modeling.core.mechanism import gate_kinds, gated_mechanisms
+from hf_moa.modeling.core.sharding import mesh_of
 
 BUDGET_BIAS = "budget_bias"
 BUDGET_BIAS_LEARNING_RATE = 0.05
@@ -39,7 +40,8 @@ def parameter_groups(
     """Groups for an optimiser: every parameter that learns is in exactly one.
 
     Weights decay as in transformers' `Trainer`: all but biases and norms. Groups without an "lr" take
-    the optimiser's; a schedule scales each group's own.
+    the optimiser's; a schedule scales each group's own. Parameters that are spread over processes, and
+    those that are not, are in different groups: PyTorch's optimisers take no such mixture at once.
 
     Args:
         model: gated, or any other; it may be wrapped or have adapters.
@@ -65,8 +67,8 @@ def parameter_groups(
         budget_bias_learning_rate=budget_bias_learning_rate,
     )
     decayed = decay_parameter_names(model)
-    groups: dict[tuple[float | None, float], dict[str, Any]] = {
-        (None, decay): {"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {
+        (None, decay, None): {"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)
     }
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -74,7 +76,7 @@ def parameter_groups(
         rate, decay = rates.get(parameter), weight_decay if name in decayed else 0.0
         own: dict[str, Any] = {"params": [], "weight_decay": decay}
         own |= {} if rate is None else {"lr": rate}
-        groups.setdefault((rate, decay), own)["params"].append(parameter)
+        groups.setdefault((rate, decay, mesh_of(parameter)), own)["params"].append(parameter)
     return [group for group in groups.values() if group["params"]]
 
 
@@ -141,13 +143,13 @@ def give_own_rates(
         budget_bias_learning_rate=args.budget_bias_learning_rate,
     )
     for group in list(optimizer.param_groups):
-        moved: dict[float, list[nn.Parameter]] = {}
+        moved: dict[tuple[float, Any], list[nn.Parameter]] = {}
         for parameter in group["params"]:
             if parameter in rates:
-                moved.setdefault(rates[parameter], []).append(parameter)
+                moved.setdefault((rates[parameter], mesh_of(parameter)), []).append(parameter)
         if moved:
             group["params"] = [p for p in group["params"] if p not in rates]
-        for rate, parameters in moved.items():
+        for (rate, _), parameters in moved.items():
             optimizer.add_param_group({**group, "params": parameters, "lr": rate})
 
 

@@ -4,6 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from training_runs import CLASSES, PLAIN_SGD, assert_same, build, plain_classifier, run, tensors, trainer
 from transformers import Trainer, TrainingArguments
 
@@ -202,3 +206,24 @@ def test_adapted_gates_are_gates():
     others = {name for name, (rate, _) in found.items() if rate is None}
     assert others == {name for name in found if "classifier" in name}
     assert {rate for name, (rate, _) in found.items() if name.endswith("budget_bias")} == {0.05}
+
+
+def test_a_step_takes_what_is_spread_and_what_is_not(tmp_path):
+    """As of a split model, whose gates every process has; in steps of all parameters at once."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = build("bert", attention_type="mae")
+        mesh = init_device_mesh("cpu", (1,))
+        for name, parameter in list(model.named_parameters())[::2]:
+            module, _, last = name.rpartition(".")
+            own = nn.Parameter(distribute_tensor(parameter.data, mesh))
+            setattr(model.get_submodule(module), last, own)
+        groups = parameter_groups(model, weight_decay=0.1, gate_learning_rate=1e-2)
+        optimizer = torch.optim.AdamW(groups, lr=1e-3, foreach=True)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert not any(map(torch.equal, before, model.parameters()))
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+
 try:
     from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
     from torch.distributed.tensor import DTensor
@@ -17,4 +21,9 @@ except ImportError:
         """Let a method see the whole of a sharded model."""
 
 
-__all__ = ["DTensor", "FSDPModule", "register_fsdp_forward_method"]
+def mesh_of(parameter: nn.Parameter) -> Any:
+    """The mesh of processes that a parameter is spread over; None where each has all of it."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+__all__ = ["DTensor", "FSDPModule", "mesh_of", "register_fsdp_forward_method"]

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from hf_moa.modeling.core.sharding import DTensor
+from hf_moa.modeling.core.sharding import mesh_of
 from hf_moa.training import gate_parameters
 from hf_moa.training.parameter_groups import give_own_rates
 
@@ -75,8 +75,7 @@ def _parameter_groups(model: nn.Module, weight_decay: float, *, gates: bool) -> 
             # experts' biases are of two dimensions
             is_weight = parameter.ndim >= 2 and not name.endswith("bias")
             # one step of an optimiser takes no parameters of several meshes
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault((is_weight, mesh), []).append(parameter)
+            groups.setdefault((is_weight, mesh_of(parameter)), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if is_weight else 0.0}
         for (is_weight, _), parameters in groups.items()
