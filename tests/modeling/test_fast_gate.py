@@ -17,6 +17,8 @@ from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache, StaticCache
 from triton_tools import bytes_spilled, interpreted_copy, translate
 
+from hf_moa import FTGConfig
+from hf_moa.modeling.ftg.layer import FTGLayer
 from hf_moa.modeling.mae import fast_gate, fast_gate_gpu, mixture
 from hf_moa.modeling.mae.gate import MaeGate
 from hf_moa.modeling.mae.pooling import windowed_mean
@@ -345,18 +347,23 @@ FITS = {"dtype": torch.bfloat16, "width": 64, "hidden": 256, "experts": 12, "win
         ({"experts": 220}, False),
         ({"window": 1000}, False),
         ({"device": "cpu"}, False),
-        ({"hook": True}, False),
+        ({"hook": "dense"}, False),
+        ({"hook": ""}, False),
+        ({"adapter": True}, False),
         ({"has_driver": False}, False),
     ],
 )
 def test_where_it_is_taken(change, expected, monkeypatch):
-    settings = FITS | {"device": "cuda", "hook": False, "has_driver": True} | change
+    others = {"device": "cuda", "hook": None, "adapter": False, "has_driver": True}
+    settings = FITS | others | change
     monkeypatch.setattr(fast_gate, "kernels_run_on", lambda device: settings["has_driver"])
     sizes = {"num_experts": settings["experts"], "gate_hidden_size": settings["hidden"], "dropout": 0.1}
     gate = MaeGate(hidden_size=settings["width"], **sizes)
     gate.dense.to(settings["dtype"])
-    if settings["hook"]:
-        gate.dense.register_forward_hook(lambda *_: None)
+    if settings["hook"] is not None:
+        gate.get_submodule(settings["hook"]).register_forward_hook(lambda *_: None)
+    if settings["adapter"]:
+        gate = FTGLayer(gate, "default", FTGConfig())
     with FakeTensorMode():
         x = torch.empty(2, 5, settings["width"], device=settings["device"])
     assert fast_gate.is_fast(gate, x, settings["window"], None) is expected

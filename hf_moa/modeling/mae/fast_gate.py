@@ -37,10 +37,12 @@ def kernels_run_on(device: torch.device) -> bool:
     return runs_on(device)
 
 
-def is_fast(gate: MaeGate, x: Tensor, window: int, past: GatePast | None) -> bool:
+def is_fast(gate: nn.Module, x: Tensor, window: int, past: GatePast | None) -> bool:
     """Whether `fast_gates` can compute a gate's distributions for `x` `[B, T, d]`."""
+    if not x.is_cuda or type(gate) is not MaeGate:  # one of these may be an adapter's
+        return False
     norm, dense, out = gate.norm, gate.dense, gate.out
-    if not x.is_cuda or not is_plain(dense) or not is_plain(out) or is_watched(gate.dropout):
+    if not is_plain(dense) or not is_plain(out) or is_watched(gate.dropout) or is_watched(gate):
         return False
     if type(norm) is not GateBatchNorm or is_watched(norm):
         return False
