@@ -56,6 +56,9 @@ class Options:
     steps: int = field(default=120, metadata={"help": "updates"})
     batch_size: int = field(default=8, metadata={"help": "sequences of each process"})
     learning_rate: float = field(default=1e-3, metadata={"help": "of AdamW"})
+    router_balance_loss_coef: float | None = field(
+        default=None, metadata={"help": "of runs with it instead of those with the default and none"}
+    )
     results: str = field(default="out/split_mixtures.jsonl", metadata={"help": "a line for each run"})
 
 
@@ -65,15 +68,21 @@ def main() -> None:
         raise ValueError(f"--steps must be at least 1 (got {options.steps}).")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     for name, fields in MIXTURES.items():
-        for with_losses in (True, False):
-            measured = run(fields if with_losses else fields | NO_LOSSES, options)
-            settings = {"mixture": name, "losses": with_losses, "processes": dist.get_world_size()}
+        for losses in coefficients(options):
+            measured = run(fields | losses, options)
+            settings = {"mixture": name, "losses": losses, "processes": dist.get_world_size()}
             settings |= {"steps": options.steps, "batch_size": options.batch_size}
             if dist.get_rank() == 0:
                 Path(options.results).parent.mkdir(parents=True, exist_ok=True)
                 with open(options.results, "a", encoding="utf-8") as file:
                     file.write(json.dumps({"settings": settings, "measured": measured}) + "\n")
     dist.destroy_process_group()
+
+
+def coefficients(options: Options) -> list[dict[str, float]]:
+    """Those of the routers' losses, of each run; nothing stands for the defaults."""
+    balance = options.router_balance_loss_coef
+    return [{}, NO_LOSSES] if balance is None else [{"router_balance_loss_coef": balance}]
 
 
 def run(fields: dict[str, Any], options: Options) -> dict[str, Any]:

@@ -576,6 +576,37 @@ STATIC = (
     ),
 )
 
+KERNELS = (
+    Mutant(
+        "kernel-window",
+        "a gradient reaches a token from one window that it has left",
+        "modeling/mae/fast_gate_gpu.py",
+        {"< positions[:, None] + window)": "<= positions[:, None] + window)"},
+        ("modeling/test_fast_gate.py",),
+    ),
+    Mutant(
+        "kernel-moments",
+        "the variance of a sequence forgets how many means stood before a tile",
+        "modeling/mae/fast_gate_gpu.py",
+        {"step * step * (number * here / both)": "step * step * (here / both)"},
+        ("modeling/test_fast_gate.py",),
+    ),
+    Mutant(
+        "kernel-dropout",
+        "the derivative of tanh is taken of what dropout scaled up",
+        "modeling/mae/fast_gate_gpu.py",
+        {"value *= 1.0 - dropout": "value *= 1.0"},
+        ("modeling/test_fast_gate.py",),
+    ),
+    Mutant(
+        "kernel-statistics",
+        "a single token is normalised by its own variance",
+        "modeling/mae/norm.py",
+        {"torch.where(count > 1, var, running_var)": "var"},
+        ("modeling/test_fast_gate.py",),
+    ),
+)
+
 UPCYCLING = (
     Mutant(
         "upcycling-head",
@@ -701,6 +732,7 @@ MUTANTS = (
     + MODELS
     + TRAINING
     + FTG
+    + KERNELS
     + UPCYCLING
     + CHECKPOINTS
     + ONE_TOKEN
