@@ -8,17 +8,17 @@ DeepSpeed can do this; Accelerate asks for a GPU before it lets it.
 import faulthandler
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 
-import deepspeed.comm.torch as deepspeed_comm
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
-# Its own all-reduce through shared memory is compiled at the first run, and waits by spinning: with
-# fewer cores than processes it can wait for minutes. Without it DeepSpeed asks Gloo.
-deepspeed_comm.build_shm_op = lambda: None
+# Its own all-reduce through shared memory is a minute or more of compiling for each environment, which a
+# test has no time for. Without it DeepSpeed asks Gloo. (`deepspeed.comm` has PyTorch as an attribute.)
+import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
 
 if __name__ == "__main__":
