@@ -18,6 +18,38 @@ BLOCK = 64  # positions that a program takes at once
 
 
 @jit
+def _mean_of_window(
+    x_at,
+    valid_at,
+    first,
+    length,
+    window,
+    stride,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The means of the real tokens in the windows that end at BLOCK positions from `first` on, and how
+    many they are of, at least 1. `x_at` `[1, COLUMNS]`: a sequence's first token; `valid_at`: its first
+    flag, or None."""
+    positions = first + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK, COLUMNS), dtype=tl.float32)
+    count = tl.zeros((BLOCK,), dtype=tl.float32)
+    begin = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
+    for start in range(begin, tl.minimum(first + BLOCK, length), BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        real = places < length
+        if valid_at is not None:
+            real = real & (tl.load(valid_at + places, mask=real, other=0) != 0)
+        band = (places[None, :] <= positions[:, None]) & (places[None, :] > positions[:, None] - window)
+        band = band & real[None, :]
+        part = tl.load(x_at + places[:, None] * stride, mask=real[:, None], other=0.0)
+        total = tl.dot(band.to(part.dtype), part, total, input_precision="ieee")
+        count += tl.sum(band.to(tl.float32), 1)
+    count = tl.maximum(count, 1.0)
+    return total / count[:, None], count
+
+
+@jit
 def _window_gates(
     features,
     valid,
@@ -46,26 +78,12 @@ def _window_gates(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = rows < length
     first = held - length + tl.program_id(0) * BLOCK
-    positions = held - length + rows
     feature = tl.arange(0, HIDDEN)
-    total = tl.zeros((BLOCK, HIDDEN), dtype=tl.float32)
-    count = tl.zeros((BLOCK,), dtype=tl.float32)
-    begin = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
-    for start in range(begin, tl.minimum(first + BLOCK, held), BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        real = places < held
-        if valid is not None:
-            real = real & (tl.load(valid + sequence * held + places, mask=real, other=0) != 0)
-        band = (places[None, :] <= positions[:, None]) & (places[None, :] > positions[:, None] - window)
-        band = band & real[None, :]
-        part = tl.load(
-            features + (sequence * held + places)[:, None] * HIDDEN + feature[None, :],
-            mask=real[:, None],
-            other=0.0,
-        )
-        total = tl.dot(band.to(part.dtype), part, total, input_precision="ieee")
-        count += tl.sum(band.to(tl.float32), 1)
-    mean = total / tl.maximum(count, 1.0)[:, None]
+    valid_at = None
+    if valid is not None:
+        valid_at = valid + sequence * held
+    features_at = features + sequence * held * HIDDEN + feature[None, :]
+    mean, count = _mean_of_window(features_at, valid_at, first, held, window, HIDDEN, BLOCK, HIDDEN)
     mean = mean.to(features.dtype.element_ty).to(tl.float32)
     value = 2.0 / (1.0 + tl.exp(-2.0 * mean)) - 1.0  # tanh
     at_feature = (sequence * length + rows)[:, None] * HIDDEN + feature[None, :]
@@ -133,7 +151,7 @@ def _gates_backward(
         keeps = tl.load(kept + at_feature, mask=exists[:, None], other=0) != 0
         value *= 1.0 - dropout
         of_value = tl.where(keeps, of_value / (1.0 - dropout), 0.0)
-    count = tl.maximum(tl.load(counts + rows, mask=exists, other=1.0), 1.0)
+    count = tl.load(counts + rows, mask=exists, other=1.0)
     found = of_value * (1.0 - value * value) / count[:, None]
     tl.store(grad_means + at_feature, found.to(grad_means.dtype.element_ty), mask=exists[:, None])
 
@@ -176,37 +194,6 @@ def _spread_over_window(
 
 
 @jit
-def _mean_of_window(
-    x_at,
-    valid_at,
-    positions,
-    length,
-    window,
-    stride,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """The means of the real tokens in the windows that end at a tile of positions, and their numbers.
-    `x_at` `[1, COLUMNS]`: a sequence's first token; `valid_at`: its first flag, or None."""
-    total = tl.zeros((BLOCK, COLUMNS), dtype=tl.float32)
-    count = tl.zeros((BLOCK,), dtype=tl.float32)
-    first = tl.min(positions, 0)
-    begin = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
-    for start in range(begin, first + BLOCK, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        real = places < length
-        if valid_at is not None:
-            real = real & (tl.load(valid_at + places, mask=real, other=0) != 0)
-        band = (places[None, :] <= positions[:, None]) & (places[None, :] > positions[:, None] - window)
-        band = band & real[None, :]
-        part = tl.load(x_at + places[:, None] * stride, mask=real[:, None], other=0.0)
-        total = tl.dot(band.to(part.dtype), part, total, input_precision="ieee")
-        count += tl.sum(band.to(tl.float32), 1)
-    count = tl.maximum(count, 1.0)
-    return total / count[:, None], count
-
-
-@jit
 def _window_moments(
     x,
     valid,
@@ -233,7 +220,7 @@ def _window_moments(
     number = tl.sum(tl.zeros((BLOCK,), dtype=tl.float32), 0)
     for first in range(0, length, BLOCK):
         positions = first + tl.arange(0, BLOCK)
-        mean, _ = _mean_of_window(x_at, valid_at, positions, length, window, width, BLOCK, COLUMNS)
+        mean, _ = _mean_of_window(x_at, valid_at, first, length, window, width, BLOCK, COLUMNS)
         counted = positions < length
         if valid is not None:
             counted = counted & (tl.load(valid_at + positions, mask=counted, other=0) != 0)
@@ -271,7 +258,8 @@ def _moments_backward(
     Programs: tiles of positions, times tiles of columns, which come first, times sequences."""
     tiles = width // COLUMNS
     sequence = tl.program_id(1).to(tl.int64)
-    positions = (tl.program_id(0) // tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) // tiles) * BLOCK
+    positions = first + tl.arange(0, BLOCK)
     columns = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
     x_at = x + sequence * length * width + columns[None, :]
     counted = positions < length
@@ -279,7 +267,7 @@ def _moments_backward(
     if valid is not None:
         valid_at = valid + sequence * length
         counted = counted & (tl.load(valid_at + positions, mask=counted, other=0) != 0)
-    mean, count = _mean_of_window(x_at, valid_at, positions, length, window, width, BLOCK, COLUMNS)
+    mean, count = _mean_of_window(x_at, valid_at, first, length, window, width, BLOCK, COLUMNS)
     at = sequence * width + columns
     away = mean - tl.load(averages + at)[None, :]
     of_mean = (tl.load(grad_averages + at) / tl.maximum(tl.load(numbers + sequence), 1.0))[None, :]
@@ -300,6 +288,15 @@ def window_gates(
     dropout: float,
     for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The distributions at the last `length` positions `[B, T, E]`; and for backward what goes into the
+    second matrix `[B, T, H]`, and how many tokens a mean is of `[B, T]`.
+
+    Args:
+        features: `[B, S, H]`, of which `length` are new.
+        valid: `[B, S]` bool, the real ones; or None.
+        kept: `[B, T, H]` bool, what dropout keeps behind tanh; or None.
+        weight, bias: `[E, H]`, `[E]`.
+    """
     batch, held, hidden = features.shape
     num_experts = len(weight)
     gates = features.new_empty(batch, length, num_experts, dtype=torch.float32)
@@ -340,6 +337,7 @@ def window_gates_backward(
     window: int,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of features, weight and bias."""
     batch, length, hidden = active.shape
     num_experts = len(weight)
     grad_logits = active.new_empty(batch * length, num_experts)
@@ -367,6 +365,8 @@ def window_gates_backward(
 
 
 def window_moments(x: Tensor, valid: Tensor | None, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each sequence's windowed means at real positions: their average, the sum of the squares of what
+    they differ from it (both `[B, d]`), and their number `[B]`; float32."""
     batch, length, width = x.shape
     averages = x.new_empty(batch, width, dtype=torch.float32)
     squares, numbers = torch.empty_like(averages), averages.new_empty(batch)
@@ -397,6 +397,7 @@ def window_moments_backward(
     numbers: Tensor,
     window: int,
 ) -> Tensor:
+    """The gradient of `x`."""
     batch, length, width = x.shape
     columns = _columns(width)
     x = x.contiguous()
