@@ -7,6 +7,7 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_moa.modeling.core.operators import library_name
 from hf_moa.modeling.moa import fast_products as expert_products
 from hf_moa.modeling.moa import fast_products_cpu as expert_loop
 from hf_moa.modeling.moa import projections as expert_linear
@@ -183,10 +184,10 @@ def test_gradients_that_nobody_asks_for_are_not_computed(frozen):
 def test_versions_of_the_code_do_not_meet():
     """A checkpoint may carry older operators of the same names."""
 
-    name = expert_products._library_name(expert_products._SCHEMAS)
+    name = library_name(expert_products._SCHEMAS)
     assert name == expert_products._LIBRARY
     others = {**expert_products._SCHEMAS, "expert_input": "(Tensor x) -> Tensor"}
-    assert expert_products._library_name(others) != name
+    assert library_name(others) != name
 
 
 def test_lengths_stay_open_in_a_compiled_graph():

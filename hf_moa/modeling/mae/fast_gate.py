@@ -1,6 +1,6 @@
 """MAE's causal gate on a GPU in half precision: two operators of PyTorch instead of a dozen.
 
-The plain form is `MaeGate.forward` of `windowed_mean`. What stands before tanh is affine, but for the
+The plain form is `MaeGate.forward` of `windowed_mean`. What comes before tanh is affine, except for the
 statistics of a batch, so it commutes with means: here the norm goes into the first matrix, and features
 are averaged, which are narrower than inputs. `fast_gate_gpu.py` averages them and makes gates of them in
 one kernel. In training another sums up the moments of the inputs' means, which are written nowhere.
@@ -8,7 +8,6 @@ one kernel. In training another sums up the moments of the inputs' means, which 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from ..cache.gate_states import GatePast
 from ..core.linear_slices import is_plain, is_watched
+from ..core.operators import define, kernels_run_on, library_name
 from ..core.precision import compute_dtype, without_autocast
 from ..core.tracing import is_traced, is_transformed
 from .gate import MaeGate
@@ -28,13 +28,6 @@ from .norm import GateBatchNorm
 _WIDEST_WINDOW = 512
 _MOST_EXPERTS = 128
 _HIDDEN_SIZES = (16, 32, 64, 128, 256)
-
-
-@torch.compiler.assume_constant_result
-def kernels_run_on(device: torch.device) -> bool:
-    from ..core.gpu_kernels import runs_on
-
-    return runs_on(device)
 
 
 def is_fast(gate: nn.Module, x: Tensor, window: int, past: GatePast | None) -> bool:
@@ -126,98 +119,31 @@ def _computed_by(x: Tensor) -> dict[str, Callable[..., Any]]:
     return OPERATORS
 
 
-def _window_gates(
-    features: Tensor,
-    valid: Tensor | None,
-    kept: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    length: int,
-    window: int,
-    dropout: float,
-    for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The distributions at the last `length` positions `[B, T, E]`; and for backward what goes into the
-    second matrix `[B, T, H]`, and how many tokens a mean is of `[B, T]`.
-
-    Args:
-        features: `[B, S, H]`, of which `length` are new.
-        valid: `[B, S]` bool, or None.
-        kept: `[B, T, H]` bool, what dropout keeps behind tanh; or None.
-        weight, bias: `[E, H]`, `[E]`.
-    """
-    arguments = features, valid, kept, weight, bias, length, window, dropout, for_backward
-    return _computed_by(features)["window_gates"](*arguments)
+def _compute(name: str, x: Tensor, *args: Any) -> Any:
+    # a backward may run with autocast on, which sums in float32
+    with without_autocast(x.device.type):
+        return _computed_by(x)[name](x, *args)
 
 
-def _window_gates_backward(
-    grad: Tensor,
-    gates: Tensor,
-    active: Tensor,
-    counts: Tensor,
-    valid: Tensor | None,
-    kept: Tensor | None,
-    weight: Tensor,
-    window: int,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of features, weight and bias."""
-    arguments = grad, gates, active, counts, valid, kept, weight, window, dropout
-    return _computed_by(active)["window_gates_backward"](*arguments)
-
-
-def _window_moments(x: Tensor, valid: Tensor | None, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each sequence's windowed means at real positions: their average, the sum of the squares of what
-    they differ from it (both `[B, d]`), and their number `[B]`; float32."""
-    return _computed_by(x)["window_moments"](x, valid, window)
-
-
-def _window_moments_backward(
-    grad_averages: Tensor,
-    grad_squares: Tensor,
-    x: Tensor,
-    valid: Tensor | None,
-    averages: Tensor,
-    numbers: Tensor,
-    window: int,
-) -> Tensor:
-    arguments = grad_averages, grad_squares, x, valid, averages, numbers, window
-    return _computed_by(x)["window_moments_backward"](*arguments)
-
-
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    "window_gates": _window_gates,
-    "window_gates_backward": _window_gates_backward,
-    "window_moments": _window_moments,
-    "window_moments_backward": _window_moments_backward,
-}
+# those of the functions in `fast_gate_gpu.py`, whose import takes Triton's
 _SCHEMAS = {
-    name: torch.library.infer_schema(function, mutates_args=()) for name, function in _OPERATORS.items()
+    "window_gates": "(Tensor features, Tensor? valid, Tensor? kept, Tensor weight, Tensor bias, "
+    "SymInt length, SymInt window, float dropout, bool for_backward) -> (Tensor, Tensor, Tensor)",
+    "window_gates_backward": "(Tensor grad, Tensor gates, Tensor active, Tensor counts, Tensor? valid, "
+    "Tensor? kept, Tensor weight, SymInt window, float dropout) -> (Tensor, Tensor, Tensor)",
+    "window_moments": "(Tensor x, Tensor? valid, SymInt window) -> (Tensor, Tensor, Tensor)",
+    "window_moments_backward": "(Tensor grad_averages, Tensor grad_squares, Tensor x, Tensor? valid, "
+    "Tensor averages, Tensor numbers, SymInt window) -> Tensor",
 }
-# of only these schemas: a checkpoint may carry an older version of this code
-_LIBRARY = f"hf_moa_{zlib.crc32(repr(_SCHEMAS).encode()):08x}"
+_LIBRARY = library_name(_SCHEMAS)
 
 
 def _register() -> None:
-    """Make the operators known to PyTorch; a second copy of this code leaves the first in place."""
-    if hasattr(operators(), "window_gates"):
-        return
-    defined = {
-        name: torch.library.custom_op(
-            f"{_LIBRARY}::{name}", function, mutates_args=(), schema=_SCHEMAS[name]
-        )
-        for name, function in _OPERATORS.items()
-    }
-    _register_shapes(defined)
-    _register_gradients(defined)
-
-    @register_flop_formula(operators().window_gates)
-    def _(features, valid, kept, weight, bias, length, *args, **kwargs) -> int:
-        return 2 * features[0] * length * weight[0] * weight[1]
-
-    @register_flop_formula(operators().window_gates_backward)
-    def _(grad, gates, active, counts, valid, kept, weight, *args, **kwargs) -> int:
-        return 4 * active[0] * active[1] * weight[0] * weight[1]
+    defined = define(_SCHEMAS, _compute)
+    if defined:
+        _register_shapes(defined)
+        _register_gradients(defined)
+        _register_flops()
 
 
 def _register_shapes(defined: dict[str, Any]) -> None:
@@ -271,6 +197,18 @@ def _register_gradients(defined: dict[str, Any]) -> None:
 
     defined["window_gates"].register_autograd(gates_backward, setup_context=save_gates)
     defined["window_moments"].register_autograd(moments_backward, setup_context=save_moments)
+
+
+def _register_flops() -> None:
+    """Tell `torch.utils.flop_counter` what the operators multiply."""
+
+    @register_flop_formula(operators().window_gates)
+    def _(features, valid, kept, weight, bias, length, *args, **kwargs) -> int:
+        return 2 * features[0] * length * weight[0] * weight[1]
+
+    @register_flop_formula(operators().window_gates_backward)
+    def _(grad, gates, active, counts, valid, kept, weight, *args, **kwargs) -> int:
+        return 4 * active[0] * active[1] * weight[0] * weight[1]
 
 
 _register()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class MaeGate(nn.Module):
             return nn.functional.linear(x, weight.to(dtype), bias.to(dtype))
         if stands_alone and not by_batch and past is not None:
             x = at_least_float32(x)
-            of, float_type = (norm.weight, x.dtype), x.dtype
-            scale, shift = past.once(of, lambda: norm.scale_and_shift(float_type))
+            of = norm.weight, x.dtype
+            scale, shift = past.once(of, partial(norm.scale_and_shift, x.dtype))
             return dense(cast(torch.addcmul(shift, x, scale), dtype))
         return dense(norm(x, valid).to(dtype))

@@ -8,15 +8,14 @@ There may be one group of rows more than there are matrices: rows of others, whi
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..core.operators import define, library_name
 from ..core.precision import without_autocast
 from .fast_products_cpu import CPU_OPERATORS
 
@@ -85,31 +84,15 @@ _SCHEMAS = {
 }
 
 
-def _library_name(schemas: dict[str, str]) -> str:
-    """A name of only these schemas: a checkpoint may carry an older version of this code."""
-    return f"hf_moa_{zlib.crc32(repr(schemas).encode()):08x}"
-
-
-_LIBRARY = _library_name(_SCHEMAS)
+_LIBRARY = library_name(_SCHEMAS)
 
 
 def _register() -> None:
-    """Make the operators known to PyTorch; a second copy of this code leaves the first in place."""
-    if hasattr(operators(), "expert_groups"):
-        return
-    defined = {
-        name: torch.library.custom_op(
-            f"{_LIBRARY}::{name}",
-            partial(_compute, name),
-            mutates_args=(),
-            schema=schema,
-            device_types=("cpu", "cuda"),
-        )
-        for name, schema in _SCHEMAS.items()
-    }
-    _register_shapes(defined)
-    _register_gradients(defined)
-    _register_flops()
+    defined = define(_SCHEMAS, _compute)
+    if defined:
+        _register_shapes(defined)
+        _register_gradients(defined)
+        _register_flops()
 
 
 def _register_shapes(defined: dict[str, Any]) -> None:

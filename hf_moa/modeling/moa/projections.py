@@ -21,16 +21,10 @@ from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from ..core.initialization import InitScales
 from ..core.macs import Macs, macs_of_experts
+from ..core.operators import kernels_run_on
 from ..core.precision import compute_dtype
 from ..core.tracing import is_traced, is_transformed
 from .fast_products import expert_input, expert_output
-
-
-@torch.compiler.assume_constant_result
-def kernels_run_on(device: torch.device) -> bool:
-    from ..core.gpu_kernels import runs_on
-
-    return runs_on(device)
 
 
 @torch.compiler.assume_constant_result
