@@ -29,27 +29,26 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["transformers.trainer_seq2seq", "datasets", "evaluate", "peft"])
 
 
-def fresh_python(program, *arguments, folder=None, environment=None, modules_cache=None, timeout=300):
-    """Run Python as `python -c TEXT` or `python SCRIPT` does, which may fail.
+def fresh_python(program, *arguments, folder=None, modules_cache=None, timeout=300):
+    """Run Python as `python -c TEXT` or `python SCRIPT` does, which may fail; not beside the tests' and
+    the examples' modules.
 
     Args:
         program: a text, or the path of a script.
         folder: where it runs.
-        environment: variables more than this process has. What libraries have read as they were
-            imported stays.
         modules_cache: where transformers copies code of checkpoints to.
 
     Returns:
         The finished process.
     """
     is_script = isinstance(program, Path)
-    own = [path for path in sys.path if not Path(path or ".").resolve().is_relative_to(ROOT / "tests")]
-    own = [path for path in own if Path(path or ".").resolve() != ROOT / "examples"]
+    hidden = ROOT / "tests", ROOT / "examples"
+    own = [path for path in sys.path if not any(map(Path(path).resolve().is_relative_to, hidden))]
     settings = {
         "program": str(program) if is_script else None,
         "text": None if is_script else program,
         "arguments": list(map(str, arguments)),
-        "variables": os.environ | (environment or {}),
+        "variables": dict(os.environ),
         "path": [str(program.parent) if is_script else "", *own],
         "folder": str(folder or Path.cwd()),
         "modules_cache": None if modules_cache is None else str(modules_cache),

@@ -12,7 +12,7 @@ from common import assert_same_with_gradients, hidden
 from layers import attention_layer
 from references import moa_attention
 from torch._subclasses import FakeTensorMode
-from triton_tools import interpreted_copy
+from triton_tools import Launcher, convert, in_float32, interpreted_copy
 
 from hf_moa.modeling.moa import fast_products as expert_products
 from hf_moa.modeling.moa import fast_products_cpu as expert_loop
@@ -53,11 +53,6 @@ def draw(size, dtype):
     out_of = *out_of, torch.randn(experts, narrow, wide), torch.randn(tokens, wide)
     into = *into, torch.randn(experts, narrow), torch.randn(tokens, selected, narrow)
     return [[convert(t, dtype) for t in tensors] for tensors in (into, out_of)]
-
-
-def convert(argument, dtype):
-    is_real = isinstance(argument, torch.Tensor) and argument.is_floating_point()
-    return argument.to(dtype) if is_real else argument
 
 
 def assert_close_to_float64(function, kernels, tensors, tolerance):
@@ -148,18 +143,6 @@ def test_strides_do_not_matter(interpreted, name):
         torch.testing.assert_close(found, expected)
 
 
-def in_float32(function):
-    """For a layer in float64, which the kernels do not know."""
-
-    def converting(*args):
-        found = function(*(convert(arg, torch.float32) for arg in args))
-        if isinstance(found, torch.Tensor):
-            return convert(found, torch.float64)
-        return tuple(convert(each, torch.float64) for each in found)
-
-    return converting
-
-
 @pytest.mark.parametrize("backbone", ["bert", "gpt2", "t5-decoder"])
 def test_a_layer_is_the_loop_over_tokens_and_experts(interpreted, backbone, monkeypatch):
     """Through the operators and their gradients."""
@@ -242,13 +225,6 @@ def autocast_of_a_gpu(enabled, dtype):
     finally:
         torch.set_autocast_enabled("cuda", before[0])
         torch.set_autocast_dtype("cuda", before[1])
-
-
-class Launcher:
-    """In the place of a kernel: `kernel[grid](...)`."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: None
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 _SHARED = "hf_moa.modeling.core.gpu_kernels"
 
@@ -73,3 +74,28 @@ def bytes_spilled(compiled, folder):
     command = [tool, "-res-usage", folder / "kernel.cubin"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(re.search(r"STACK:(\d+)", done.stdout).group(1))
+
+
+def convert(argument, dtype):
+    """A tensor of real numbers in another dtype; all else as it is."""
+    is_real = isinstance(argument, torch.Tensor) and argument.is_floating_point()
+    return argument.to(dtype) if is_real else argument
+
+
+def in_float32(function):
+    """For a layer in float64, which the kernels do not know."""
+
+    def converting(*args):
+        found = function(*(convert(arg, torch.float32) for arg in args))
+        if isinstance(found, torch.Tensor):
+            return convert(found, torch.float64)
+        return tuple(convert(each, torch.float64) for each in found)
+
+    return converting
+
+
+class Launcher:
+    """In the place of a kernel: `kernel[grid](...)`."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
