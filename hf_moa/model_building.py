@@ -41,7 +41,8 @@ def build(
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-    new = [name for name in report["missing_keys"] if name not in _gates(model)]
+    gates = _gates(model)
+    new = [name for name in report["missing_keys"] if name not in gates]
     if new or report["unexpected_keys"] or report["mismatched_keys"]:
         raise ValueError(
             f"The weights of {type(source).__name__} do not fit {target_class.__name__}: missing "

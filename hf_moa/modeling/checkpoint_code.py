@@ -76,14 +76,15 @@ def _settle(module: Path, file: str, home: dict[Path, str]) -> None:
 def _join(modules: list[Path], home: dict[Path, str]) -> str:
     """Modules as one file: first all that they import from others, then each without its imports."""
     imports: dict[str, set[str]] = {}  # names by modules
-    given: dict[str, str] = {}
+    given: dict[str, ast.stmt] = {}
     bodies = []
     for module in modules:
         source = module.read_text(encoding="utf-8")
         lines = source.splitlines()
         for node in _tree(module).body:
             for name in _names(node):
-                if given.setdefault(name, ast.unparse(node)) != ast.unparse(node):
+                other = given.setdefault(name, node)
+                if other is not node and ast.unparse(other) != ast.unparse(node):
                     raise RuntimeError(f"{name} of {module} is another module's name, too: rename it.")
         at_top = [n for n in _tree(module).body if isinstance(n, (ast.Import, ast.ImportFrom))]
         for node in {*at_top, *_imports(module)}:
@@ -119,6 +120,7 @@ def _tree(module: Path) -> ast.Module:
     return ast.parse(module.read_text(encoding="utf-8"))
 
 
+@cache
 def _imports(module: Path) -> list[ast.ImportFrom]:
     """A module's imports from this package."""
     return [n for n in ast.walk(_tree(module)) if isinstance(n, ast.ImportFrom) and n.level]

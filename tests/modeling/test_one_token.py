@@ -4,6 +4,8 @@ import pytest
 import torch
 from common import VARIANTS
 from families import CASE, CASES
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 READERS = [
     CASE[name]
@@ -243,19 +245,24 @@ def test_refuses_what_is_no_token(model_class):
         model(**inputs, last_layer_token=torch.tensor([0, 9, 0]))
 
 
-def test_other_implementations_are_refused_one_token():
-    model, inputs = (
-        CASE["BertModel"].build(attn_implementation="flex_attention"),
-        CASE["BertModel"].inputs(),
-    )
-    message = r"must be of sdpa, eager .* \(got 'flex_attention'\)"
+@pytest.fixture
+def other_implementation(monkeypatch):
+    """The name of an attention function whose masks need not be tensors."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "other", sdpa_attention_forward)
+    return "other"
+
+
+def test_other_implementations_are_refused_one_token(other_implementation):
+    case = CASE["BertModel"]
+    model, inputs = case.build(attn_implementation=other_implementation), case.inputs()
+    message = r"must be of sdpa, eager .* \(got 'other'\)"
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         model(**inputs, last_layer_token=0)
 
 
-def test_other_implementations_compute_all_tokens():
+def test_other_implementations_compute_all_tokens(other_implementation):
     case = READER["bert"]
-    model, inputs = case.build(attn_implementation="flex_attention"), case.inputs()
+    model, inputs = case.build(attn_implementation=other_implementation), case.inputs()
     assert tokens_computed(model, **inputs)[0] == inputs["input_ids"].shape[1]
 
 
