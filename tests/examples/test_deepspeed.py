@@ -29,7 +29,10 @@ def run_under_deepspeed(values):
     wrapper = Path(__file__).with_name("deepspeed_on_cpu.py")
     script = SCRIPTS["clm"].__file__
     accelerate_launch(
-        *(wrapper, script, *command_line(values)), how=ZERO_3, environment={"DS_ACCELERATOR": "cpu"}
+        *(wrapper, script, *command_line(values)),
+        how=ZERO_3,
+        environment={"DS_ACCELERATOR": "cpu"},
+        timeout=600,  # it compiles an optimizer in each new environment
     )
 
 

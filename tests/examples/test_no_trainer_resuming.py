@@ -17,6 +17,7 @@ from script_runs import command_line
 from hf_moa.recipes.accelerate.checkpoints import find_checkpoints
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("task", SCRIPTS)
 @pytest.mark.parametrize("step", [2, 3])
 def test_resumes_bit_for_bit(task, step, arguments, tmp_path):

@@ -56,6 +56,7 @@ def check_it_would_run(path, marker):
     marker.unlink()
 
 
+@pytest.mark.covering
 @each_format
 @pytest.mark.parametrize("settings", [{}, {"trust_remote_code": True}], ids=["plain", "trusted"])
 def test_malicious_weights_are_refused(write, settings, hub, owner, reader, marker, tmp_path):

@@ -9,6 +9,7 @@ from launching import fresh_python
 from hf_moa.model_card import checkpoint_card, write_card
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("with_tokenizer", [True, False], ids=["tokenizer", "ids"])
 @pytest.mark.parametrize("case", CASES, ids=CASE)
 def test_snippets_run(case, with_tokenizer, tmp_path, monkeypatch, capsys):

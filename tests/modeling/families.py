@@ -149,11 +149,11 @@ class Case:
 
     def build(self, seed: int = 0, noise: float = 0.3, **fields):
         """A model whose every parameter is away from its initial value, in eval mode."""
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return randomize(self.gated(self.config(**fields)), seed=seed, scale=noise).eval()
 
     def build_plain(self, seed: int = 0, **fields):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         config = self.family.plain_config_class(**self.family.tiny | self.fields | fields)
         return randomize(self.plain(config), seed=seed).eval()
 

@@ -374,6 +374,7 @@ def test_base_models_are_what_automodel_gives():
         assert type(AutoModel.from_config(case.config())).__name__.endswith("Model")
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("with_labels", [True, False])
 @pytest.mark.parametrize("with_grad", [True, False])
 @pytest.mark.parametrize("training", [True, False])
@@ -390,6 +391,7 @@ def test_auxiliary_loss_is_an_entry_wherever_it_is_an_attribute(case, training, 
     assert found["expert_load"]
 
 
+@pytest.mark.covering
 @each_class
 @pytest.mark.parametrize("name", ["mha", "moa", "mae-cct", "moa-moe-cct", "mae-nested"])
 def test_tuples_have_as_many_entries_as_the_backbones(case, name):

@@ -28,6 +28,7 @@ def generate_together(model):
     return [request.error or request.generated_tokens for request in found.values()]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CASES)
 def test_requests_give_what_each_gives_by_itself(name, implementation):

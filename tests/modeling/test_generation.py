@@ -61,6 +61,7 @@ def assert_cache_changes_nothing(model, inputs, **kwargs):
     return expected
 
 
+@pytest.mark.covering
 @each_generator
 @pytest.mark.parametrize(
     "mode",
@@ -105,6 +106,7 @@ def test_static_cache_takes_a_prompt_in_chunks(name):
     assert torch.equal(found, model.generate(**inputs, **LENGTH))
 
 
+@pytest.mark.covering
 @each_generator
 @pytest.mark.parametrize("helper", ["assistant", "prompt-lookup"])
 def test_assisted_generation_is_greedy_generation(case, fields, helper):

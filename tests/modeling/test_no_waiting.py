@@ -27,6 +27,7 @@ def masks_made_without_looking(monkeypatch):
         monkeypatch.setattr(f"transformers.masking_utils.{name}", lambda *args, **kwargs: False)
 
 
+@pytest.mark.covering
 @pytest.mark.usefixtures("masks_made_without_looking")
 @pytest.mark.parametrize(
     ("case", "variant"), CASES, ids=[f"{case.family.name}-{variant}" for case, variant in CASES]

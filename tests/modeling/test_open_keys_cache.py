@@ -206,6 +206,7 @@ def test_all_skipped_and_none(value):
     assert (cache.layers[0].positions >= 0).sum() == value * ids.numel()
 
 
+@pytest.mark.covering(pairs=True)
 @MIXTURES
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("projected", ["all", "open"])

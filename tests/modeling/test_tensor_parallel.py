@@ -47,41 +47,46 @@ MORE_FIELDS = {
 # each mechanism, on two processes
 FEW = {
     "bert-mae-2": TP_2,
-    "gpt2-mae-cct": TP_2,
     "gpt2-moe": TP_2_EP_2,
     "bert-mae-nested": TP_2,
-    "t5-mha": FSDP_2,
     "t5-moa-moe-cct": TP_2,
 }
 ON_2 = {
     "bert-mae-cct-relative": TP_2,
     "bert-mae-1+cross": TP_2,
     "gpt2-moa-moe-cct+cross": TP_2,
-    "gpt2-mae-1+cross": TP_2,
-    "bert-cct-plain": TP_2,
     "bert-moa-moe-cct": FSDP_2,
     "bert-moa-moe-cct+groups": TP_2,
     "bert-moe": FSDP_2_EP_2,
     "gpt2-mae-1": FSDP_2,
+    "gpt2-mae-cct": TP_2,
+    "t5-mae-nested+uneven": TP_2,
+}
+ON_4 = {
+    "bert-mae-2": TP_4,
+    "bert-moe": TP_2_FSDP_2_EP_4,
+    "gpt2-moa+sparse": TP_4,
+    "bert-mae-nested+four": TP_4,
+    "gpt2-moe": FSDP_2_EP_2 | {"dp_replicate_size": 2},
+    "t5-moa": TP_2_FSDP_2,
+}
+# of the night
+MORE_ON_2 = {
+    "t5-mha": FSDP_2,
+    "gpt2-mae-1+cross": TP_2,
+    "bert-cct-plain": TP_2,
     "gpt2-mae-nested": FSDP_2,
     "t5-moa-moe-cct": TP_2_EP_2,
     "t5-moe-gated-gelu": FSDP_2_EP_2,
     "t5-mae-gated-gelu": TP_2,
     "t5-moa+groups": TP_2,
-    "t5-mae-nested+uneven": TP_2,
     "gpt2-mae-nested+uneven": TP_2,
 }
-ON_4 = {
-    "bert-mae-2": TP_4,
-    "bert-moe": TP_2_FSDP_2_EP_4,
+MORE_ON_4 = {
     "gpt2-moa": TP_4,
-    "gpt2-moa+sparse": TP_4,
-    "bert-mae-nested+four": TP_4,
     "gpt2-moe+whole-experts": {"tp_size": 4, "ep_size": 4},
     "t5-moa-moe-cct+sharded": {"fsdp_size": 4, "ep_size": 4},
     "gpt2-cct-plain": TP_2_FSDP_2,
-    "gpt2-moe": FSDP_2_EP_2 | {"dp_replicate_size": 2},
-    "t5-moa": TP_2_FSDP_2,
     "t5-cct": TP_4,
     "t5-mae-1": HSDP,
 }
@@ -131,6 +136,18 @@ def test_other_forms_on_two_processes(scenario, results):
 @pytest.mark.parametrize("scenario", ON_4)
 def test_forms_combined_on_four_processes(scenario, results):
     assert results("four", ON_4, 4)[scenario] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scenario", MORE_ON_2)
+def test_more_forms_on_two_processes(scenario, results):
+    assert results("more-two", MORE_ON_2, 2)[scenario] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scenario", MORE_ON_4)
+def test_more_forms_on_four_processes(scenario, results):
+    assert results("more-four", MORE_ON_4, 4)[scenario] == []
 
 
 @pytest.mark.nightly

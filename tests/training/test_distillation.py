@@ -373,6 +373,7 @@ WAYS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stop", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_resumption_is_bit_exact(way, stop, tmp_path):

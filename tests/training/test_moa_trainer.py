@@ -30,6 +30,7 @@ from hf_moa.training import (
 )
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("fields", [{}, Z_LOSS_ALONE], ids=["mha", "moa"])
 @pytest.mark.parametrize("name", CLASSES)

@@ -49,6 +49,7 @@ def whole(request, tmp_path_factory):
     return made, settings, fields, folder
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_resumption_is_bit_exact(stop, whole, tmp_path):
     """In an epoch, and at the ends of one with gate steps and one without.
