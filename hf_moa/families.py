@@ -1,7 +1,8 @@
 """The backbones that there are: each folder of `modeling` declares a `Family`.
 
 A new one is a folder with its configuration, layers, models, layout and `family.py`, and an entry in
-`FAMILIES`; registration, upcycling, model cards and the command line go through that list.
+`FAMILIES`, or from outside the package a call of `hf_moa.registration.register_family`; upcycling, model
+cards and the command line go through `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from .modeling.core.family import Family
 from .modeling.gpt2.family import GPT2
 from .modeling.t5.family import T5
 
-FAMILIES = (BERT, GPT2, T5)
-TASKS = tuple(dict.fromkeys(task for family in FAMILIES for task in family.tasks))
+FAMILIES = {family.model_type: family for family in (BERT, GPT2, T5)}
+
+
+def known_tasks() -> tuple[str, ...]:
+    """The tasks that some family has a head for."""
+    return tuple(dict.fromkeys(task for family in FAMILIES.values() for task in family.tasks))
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -23,8 +28,8 @@ def family_of(config: PreTrainedConfig) -> Family:
     Raises:
         ValueError: there is none.
     """
-    for family in FAMILIES:
+    for family in FAMILIES.values():
         if config.model_type in (family.model_type, family.config_class.model_type):
             return family
-    known = ", ".join(repr(family.model_type) for family in FAMILIES)
+    known = ", ".join(map(repr, FAMILIES))
     raise ValueError(f"config must be of a gated model, or of type {known} (got {config.model_type!r}).")

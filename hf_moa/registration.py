@@ -14,14 +14,16 @@ import transformers
 from .families import FAMILIES
 from .modeling.checkpoint_code import write_code
 from .modeling.core.family import Family
-from .peft_registration import register_with_peft
+from .peft_registration import register_target_modules, register_with_peft
 from .pipelines import register_pipelines
 from .plain_classes import load_as_gated
 from .pushed_cards import write_cards_of_pushes
 
 
-def _register(family: Family) -> None:
-    """Make a family known to the auto classes, and its checkpoints carry its code."""
+def register_family(family: Family) -> None:
+    """Make a backbone known: to this package, transformers' auto and plain classes, and PEFT; and its
+    checkpoints carry its code."""
+    FAMILIES[family.model_type] = family
     config_class = family.config_class
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     config_class.write_code = write_code
@@ -36,10 +38,14 @@ def _register(family: Family) -> None:
     load_as_gated(family)
     # adapters of version 0.1 name the module of their base so
     sys.modules[f"hf_moa.modeling.modeling_{config_class.model_type}"] = family.models
+    _backbones[config_class.model_type] = family.model_type
+    if "peft" in sys.modules:
+        register_target_modules(config_class.model_type, family.model_type)
 
 
-for _family in FAMILIES:
-    _register(_family)
+_backbones: dict[str, str] = {}
+for _family in tuple(FAMILIES.values()):
+    register_family(_family)
 register_pipelines()
 write_cards_of_pushes()
-register_with_peft({family.config_class.model_type: family.model_type for family in FAMILIES})
+register_with_peft(_backbones)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .families import TASKS, family_of
+from .families import family_of
 from .gated_models import is_instance_by_name, mechanisms_in
 from .hub_names import check_source
 from .importance import Importance
@@ -28,7 +28,7 @@ from .sorting import sort_by_importance
 if TYPE_CHECKING:
     from .gated_models import GatedPreTrainedConfig
 
-__all__ = ["TASKS", "upcycle"]
+__all__ = ["upcycle"]
 
 
 def upcycle(

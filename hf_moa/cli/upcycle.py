@@ -17,7 +17,7 @@ _WEIGHTS_AND_CODE = (
     "modeling_*.py",
     "configuration_*.py",
 )
-# `hf_moa.families.TASKS`, which would import torch.
+# `hf_moa.families.known_tasks()`, which would import torch.
 _TASKS = (
     "feature-extraction",
     "fill-mask",

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _TEMPLATE = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
 # A new card replaces what stands under these, as far as it knows of it. What is under others stays.
 HEADINGS = tuple(re.findall(r"^## (.+)$", _TEMPLATE, flags=re.MULTILINE))
-_BACKBONES = {"bert": "BERT", "gpt2": "GPT-2", "t5": "T5"}
 
 
 def model_card(
@@ -117,7 +116,7 @@ def model_card(
         tags=["hf_moa", *mechanism_tags(config), *method, *tags],
     )
     training = training or TrainingFacts()
-    backbone = _BACKBONES[family_of(config).model_type]
+    backbone = family_of(config).title
     *phrases, last = mechanism_phrases(config) or [""]
     is_classifier = auto_class.endswith(("SequenceClassification", "TokenClassification"))
     return ModelCard.from_template(

@@ -140,7 +140,7 @@ def _config(folder: Path) -> GatedPreTrainedConfig:
     model_type = read_object(folder / "config.json").get("model_type")
     if not str(model_type).startswith("moa_"):
         raise ValueError(
-            f"The checkpoint's model_type must be moa_bert, moa_gpt2 or moa_t5 (got {model_type!r} in "
+            f"The checkpoint's model_type must be a gated one, such as moa_bert (got {model_type!r} in "
             f"{folder / 'config.json'}); `hf-moa upcycle` makes a gated model of a plain one."
         )
     return AutoConfig.from_pretrained(folder)

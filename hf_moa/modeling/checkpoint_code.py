@@ -38,8 +38,10 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < {MINIMUM}:
 
 def write_code(config: PreTrainedConfig, folder: str | Path, *, with_model: bool) -> None:
     """Write the code of a configuration's family, and with `with_model` that of its models and of the
-    mechanisms that it asks for."""
-    code = tuple(path for mechanism in mechanisms_of(config) for path in mechanism.code)
+    mechanisms that it asks for. (A family from outside the package imports these from it.)"""
+    is_ours = Path(inspect.getfile(type(config))).is_relative_to(_ROOT)
+    mechanisms = mechanisms_of(config) if is_ours else ()
+    code = tuple(path for mechanism in mechanisms for path in mechanism.code)
     files = _flat_files(type(config), with_model, code)  # type: ignore[arg-type]  # a class is hashable
     for name, text in files.items():
         Path(folder, name).write_text(text, encoding="utf-8")
@@ -103,7 +105,8 @@ def _join(modules: list[Path], home: dict[Path, str]) -> str:
         docstring = ast.get_docstring(_tree(module), clean=False) or ""
         body = "\n".join(lines[_tree(module).body[0].end_lineno :]).strip()
         words = "\n".join(f"# {line}".rstrip() for line in docstring.strip().splitlines())
-        place = module.relative_to(_ROOT.parent).as_posix()
+        is_ours = module.is_relative_to(_ROOT)
+        place = module.relative_to(_ROOT.parent).as_posix() if is_ours else module.name
         bodies.append(f"# {'-' * 20} {place}\n#\n{words}\n\n{body}\n")
     first = _import("__future__", imports.pop("__future__"))
     whole = [f"import {name}" for name in sorted(imports.pop("", ()))]

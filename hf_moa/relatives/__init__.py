@@ -27,10 +27,10 @@ def source_kind(config: PreTrainedConfig) -> Family | Relative:
     for relative in RELATIVES:
         if config.model_type == relative.model_type:
             return relative
-    for family in FAMILIES:
+    for family in FAMILIES.values():
         if config.model_type in (family.model_type, family.config_class.model_type):
             return family
-    known = ", ".join(repr(kind.model_type) for kind in (*FAMILIES, *RELATIVES))
+    known = ", ".join(map(repr, (*FAMILIES, *(relative.model_type for relative in RELATIVES))))
     raise ValueError(
         f"upcycle takes models of type {known} (got {config.model_type!r}). docs/upcycle.md says what "
         "each becomes."

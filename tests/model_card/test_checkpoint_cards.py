@@ -311,7 +311,7 @@ def test_folders_without_a_gated_model_are_errors(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json or .* \(got .*nowhere, which has neither\)"):
         checkpoint_card(tmp_path / "nowhere")
     plain_classifier().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"moa_t5 \(got 'bert' in .*upcycle"):
+    with pytest.raises(ValueError, match=r"moa_bert \(got 'bert' in .*upcycle"):
         checkpoint_card(tmp_path)
     (tmp_path / "config.json").write_text("not JSON")
     with pytest.raises(ValueError, match=r"config\.json must hold JSON"):

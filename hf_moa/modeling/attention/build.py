@@ -22,6 +22,7 @@ def mixture_and_gates(
     is_cross_attention: bool,
     output_dropout: float,
     norm: Callable[[int], nn.Module],
+    num_kv_heads: int | None = None,
 ) -> dict[str, Any]:
     """Arguments of `AttentionFlow`.
 
@@ -32,6 +33,8 @@ def mixture_and_gates(
         is_causal, is_cross_attention: of the layer.
         output_dropout: the backbone's behind the output projection; see the function of that name.
         norm: makes CCT's extra norms for a width, as the backbone's own are.
+        num_kv_heads: heads of keys and values that the backbone has; default: `num_heads`. Experts that
+            share theirs have a number of their own.
     """
     mixture = (MIXTURES.of(config) or MultiHead).from_config(
         config,
@@ -40,6 +43,7 @@ def mixture_and_gates(
         head_dim=head_dim,
         is_causal=gates_are_causal,
     )
+    num_kv_heads = mixture.num_kv_heads or num_kv_heads or num_heads
     gating = GATINGS.of(config)
     gates = None
     if gating is not None:
@@ -47,13 +51,13 @@ def mixture_and_gates(
             config,
             mixture,
             hidden_size=hidden_size,
-            num_kv_heads=mixture.num_kv_heads or num_heads,
+            num_kv_heads=num_kv_heads,
             norm=norm,
             output_dropout=output_dropout,
             is_cross_attention=is_cross_attention,
             is_causal=is_causal,
         )
-    return {"mixture": mixture, "gates": gates}
+    return {"mixture": mixture, "gates": gates, "num_kv_heads": num_kv_heads}
 
 
 def output_dropout(config: Any, rate: float) -> float:

@@ -9,6 +9,7 @@ from .layout import BertLayout
 
 BERT = Family(
     model_type="bert",
+    title="BERT",
     prefix="Bert",
     config_class=MoaBertConfig,
     models=model,

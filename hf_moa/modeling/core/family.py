@@ -22,6 +22,7 @@ class Family:
 
     Args:
         model_type: of transformers' configuration, such as "bert".
+        title: as people write it, such as "BERT".
         prefix: of its classes' names, such as "Bert".
         config_class: the gated configuration.
         models: the module of the gated classes.
@@ -36,6 +37,7 @@ class Family:
     """
 
     model_type: str
+    title: str
     prefix: str
     config_class: type[Any]
     models: ModuleType

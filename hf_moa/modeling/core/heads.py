@@ -14,21 +14,26 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar, Unpack
 
+import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
+from transformers.utils import logging
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from ..cache.naming import takes_cache_by_any_name
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
 from .mixins import ModelMixin
-from .one_token import may_compute_one_token
+from .one_token import OneToken, may_compute_one_token, of_token
 from .outputs import (
     MoaQuestionAnsweringOutput,
     MoaSequenceClassifierOutput,
+    MoaSequenceClassifierOutputWithPast,
     MoaTokenClassifierOutput,
     batch_term,
 )
 from .task_losses import token_loss, token_share
+
+logger = logging.get_logger(__name__)
 
 
 class TaskHead(ModelMixin):
@@ -127,6 +132,44 @@ class SequenceClassification(TaskHead):
         if labels is not None:
             loss = ForSequenceClassificationLoss(labels, logits, self.config)
         return self.head_output(outputs, loss, logits=logits)
+
+
+class LastTokenClassification(SequenceClassification):
+    """A decoder's: it classifies the last token that is not padding, by its `score`."""
+
+    output_class: ClassVar[type] = MoaSequenceClassifierOutputWithPast
+    score: nn.Module
+
+    def pooled_logits(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
+        logits = self.score(outputs.last_hidden_state)
+        if inputs.get("last_layer_token") is None:
+            logits = of_token(OneToken.of(self.last_token(**inputs), logits), logits)
+        return logits[:, 0]
+
+    def last_token(
+        self, *, input_ids: Tensor | None = None, inputs_embeds: Any = None, **others: Any
+    ) -> Tensor | int:
+        """Position of the last token of each sequence that is not padding, left or right.
+
+        Raises:
+            ValueError: several sequences, and no `config.pad_token_id`.
+        """
+        pad = self.config.pad_token_id
+        if pad is None:
+            if (batch_size := len(inputs_embeds if input_ids is None else input_ids)) != 1:
+                raise ValueError(
+                    "config.pad_token_id must be set for a batch of several sequences, so that the "
+                    f"last token of each can be found (got None for {batch_size} sequences)."
+                )
+            return -1
+        if input_ids is None:
+            logger.warning_once(
+                f"{type(self).__name__} cannot tell padding in inputs_embeds: it classifies the last "
+                "position of every sequence."
+            )
+            return -1
+        positions = torch.arange(input_ids.shape[-1], device=input_ids.device)
+        return (positions * (input_ids != pad)).argmax(dim=-1)
 
 
 class TokenClassification(TaskHead):

@@ -9,6 +9,7 @@ from .layout import Gpt2Layout
 
 GPT2 = Family(
     model_type="gpt2",
+    title="GPT-2",
     prefix="GPT2",
     config_class=MoaGPT2Config,
     models=model,

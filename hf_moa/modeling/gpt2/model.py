@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging
 from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -27,22 +26,16 @@ from ..core.budget_groups import in_groups_of_budgets
 from ..core.budgets import layers_at
 from ..core.gated_model import GatedModel
 from ..core.generation import GatedGenerationMixin
-from ..core.heads import QuestionAnswering, SequenceClassification, TokenClassification, output_of
+from ..core.heads import LastTokenClassification, QuestionAnswering, TokenClassification, output_of
 from ..core.initialization import InitScales
 from ..core.masks import cross_masks, padding_mask_of
-from ..core.one_token import OneToken, of_token
-from ..core.outputs import (
-    MoaBaseModelOutput,
-    MoaCausalLMOutput,
-    MoaSequenceClassifierOutputWithPast,
-)
+from ..core.one_token import OneToken
+from ..core.outputs import MoaBaseModelOutput, MoaCausalLMOutput
 from ..core.task_losses import next_token_labels, token_loss, token_share
 from ..core.totals import Call, gating_totals
 from ..mae.gate_phase import only_gates_learn_in_gate_phase
 from .configuration import MoaGPT2Config
 from .layers import MoaGPT2Attention, MoaGPT2Block
-
-logger = logging.get_logger(__name__)
 
 
 class MoaGPT2PreTrainedModel(GatedModel, GPT2PreTrainedModel):
@@ -302,7 +295,7 @@ _INPUTS = (
 )
 
 
-class MoaGPT2ForSequenceClassification(SequenceClassification, MoaGPT2PreTrainedModel):
+class MoaGPT2ForSequenceClassification(LastTokenClassification, MoaGPT2PreTrainedModel):
     """Gated GPT-2 with a classifier (or regressor) on the last token that is not padding.
 
     Its forward raises a ValueError for several sequences and no `config.pad_token_id` to find their last
@@ -310,7 +303,6 @@ class MoaGPT2ForSequenceClassification(SequenceClassification, MoaGPT2PreTrained
     """
 
     head_inputs = _INPUTS
-    output_class = MoaSequenceClassifierOutputWithPast
 
     def __init__(self, config: MoaGPT2Config):
         super().__init__(config)
@@ -319,37 +311,10 @@ class MoaGPT2ForSequenceClassification(SequenceClassification, MoaGPT2PreTrained
         self.score = nn.Linear(config.n_embd, config.num_labels, bias=False)  # type: ignore[arg-type]  # a number
         self.post_init()
 
-    def pooled_logits(self, outputs: MoaBaseModelOutput, inputs: dict[str, Any]) -> Tensor:
-        logits = self.score(outputs.last_hidden_state)
-        if inputs.get("last_layer_token") is None:
-            logits = of_token(OneToken.of(self._last_token(**inputs), logits), logits)
-        return logits[:, 0]
-
     def only_token_read(self, inputs: dict[str, Any]) -> dict[str, Tensor | int]:
         if inputs.get("input_ids") is inputs.get("inputs_embeds") is None:
             return {}  # which the base model refuses
-        return {"last_layer_token": self._last_token(**inputs)}
-
-    def _last_token(
-        self, *, input_ids: Tensor | None = None, inputs_embeds: Any = None, **others: Any
-    ) -> Tensor | int:
-        """Position of the last token of each sequence that is not padding, left or right."""
-        pad = self.config.pad_token_id
-        if pad is None:
-            if (batch_size := len(inputs_embeds if input_ids is None else input_ids)) != 1:
-                raise ValueError(
-                    "config.pad_token_id must be set for a batch of several sequences, so that the "
-                    f"last token of each can be found (got None for {batch_size} sequences)."
-                )
-            return -1
-        if input_ids is None:
-            logger.warning_once(
-                f"{type(self).__name__} cannot tell padding in inputs_embeds: it classifies the last "
-                "position of every sequence."
-            )
-            return -1
-        positions = torch.arange(input_ids.shape[-1], device=input_ids.device)
-        return (positions * (input_ids != pad)).argmax(dim=-1)
+        return {"last_layer_token": self.last_token(**inputs)}
 
 
 class MoaGPT2ForTokenClassification(TokenClassification, MoaGPT2PreTrainedModel):

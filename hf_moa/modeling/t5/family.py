@@ -9,6 +9,7 @@ from .layout import T5Layout
 
 T5 = Family(
     model_type="t5",
+    title="T5",
     prefix="T5",
     config_class=MoaT5Config,
     models=model,
