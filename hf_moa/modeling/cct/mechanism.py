@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,12 +133,33 @@ def _check_cct(config: Any) -> None:
             fail(config, "cct_num_ffn_splits", f"must divide the feed-forward size {config.ffn_size}")
 
 
+def _check_loaded(asked: Mapping[str, Any], of_checkpoint: Mapping[str, Any]) -> None:
+    """Refuse other budgets, as many: what one has learned would stand for another. (Another number of
+    them does not fit the weights.)"""
+    given, saved = asked["cct_budgets"], of_checkpoint.get("cct_budgets")
+    for own, known in zip(_of_each_half(given), _of_each_half(saved), strict=False):
+        if len(own) == len(known) and own != known:
+            raise ValueError(
+                f"cct_budgets must be those that the checkpoint was trained for, {saved} (got {given}). "
+                "Leave them out; for others, upcycle the source again and train."
+            )
+
+
+def _of_each_half(budgets: Any) -> list[set[float]]:
+    """The distinct budgets, of an encoder and of a decoder."""
+    if not isinstance(budgets, (list, tuple)):
+        return []
+    pairs = (b if isinstance(b, (list, tuple)) else (b, b) for b in budgets)
+    return [set(half) for half in zip(*pairs, strict=False)]
+
+
 CCT = Mechanism(
     name="cct",
     fields=CctFields,
     prefixes=("cct_",),
     is_on=lambda config: config.cct_budgets is not None,
     check=_check_cct,
+    check_loaded=_check_loaded,
     unused=_unused,
     of_old={"cct_budget_loss": "mean"},
     shape_fields=("cct_num_ffn_splits", "cct_gate_hidden_size", "cct_budget_bias"),

@@ -21,7 +21,7 @@ from ..moa.switches import MoaSwitches
 from .budget_switches import BudgetSwitches
 from .carried_loss import carried
 from .initialization import InitScales, beside_weights
-from .mechanism import mechanisms_of
+from .mechanism import MECHANISMS, field_names, mechanisms_of
 from .outputs import batch_term
 from .sharding import FSDPModule
 from .slots import GATINGS, require_code
@@ -125,13 +125,18 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
         Raises:
             ValueError: as transformers', and for `cct_budgets` that the checkpoint was not trained for.
         """
-        budgets = kwargs.get("cct_budgets", getattr(kwargs.get("config"), "cct_budgets", None))
-        if budgets is not None and pretrained_model_name_or_path is not None:
+        config = kwargs.get("config")
+        asked = {name: kwargs.get(name, getattr(config, name, None)) for name in field_names()}
+        if (
+            any(value is not None for value in asked.values())
+            and pretrained_model_name_or_path is not None
+        ):
             hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
             config_class: Any = cls.config_class
             with suppress(OSError):  # weights without a configuration beside them
                 saved, _ = config_class.get_config_dict(pretrained_model_name_or_path, **hub)
-                _check_budgets(budgets, saved.get("cct_budgets"))
+                for mechanism in MECHANISMS.values():
+                    mechanism.check_loaded(asked, saved)
         with beside_weights():
             loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -392,24 +397,3 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
             return loss
         outputs["task_loss"] = loss
         return loss + aux_loss * share
-
-
-def _check_budgets(given: Any, saved: Any) -> None:
-    """Raise a ValueError where a checkpoint's weights were trained for other `cct_budgets`, as many.
-
-    What one has learned would stand for another. (Another number of them does not fit the weights.)
-    """
-    for own, known in zip(_of_each_half(given), _of_each_half(saved), strict=False):
-        if len(own) == len(known) and own != known:
-            raise ValueError(
-                f"cct_budgets must be those that the checkpoint was trained for, {saved} (got {given}). "
-                "Leave them out; for others, upcycle the source again and train."
-            )
-
-
-def _of_each_half(budgets: Any) -> list[set[float]]:
-    """The distinct budgets, of an encoder and of a decoder."""
-    if not isinstance(budgets, (list, tuple)):
-        return []
-    pairs = (b if isinstance(b, (list, tuple)) else (b, b) for b in budgets)
-    return [set(half) for half in zip(*pairs, strict=False)]

@@ -6,14 +6,14 @@ A mechanism is a folder. Its `mechanism.py` has the fields of its configuration,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 
-def _nothing(config: Any) -> None:
+def _nothing(*args: Any) -> None:
     """The check of fields without rules."""
 
 
@@ -26,6 +26,8 @@ class Mechanism:
         fields: a dataclass of its configuration fields. Its docstring says what each means.
         is_on: whether a configuration asks for the mechanism.
         check: raises a ValueError for fields that break a rule, of any configuration.
+        check_loaded: raises a ValueError for fields, by name, that a checkpoint is loaded with, where
+            the weights of its saved configuration would mean something else.
         unused: the fields that do nothing in a configuration where the mechanism is on, each with the
             reason.
         of_old: what a saved configuration means that lacks one of its fields, where that is not the
@@ -49,6 +51,7 @@ class Mechanism:
     fields: type
     is_on: Callable[[Any], bool]
     check: Callable[[Any], None] = _nothing
+    check_loaded: Callable[[Mapping[str, Any], Mapping[str, Any]], None] = _nothing
     unused: Callable[[Any], dict[str, str]] = lambda config: {}
     of_old: dict[str, Any] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()
