@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,10 +132,10 @@ def _check_cct(config: Any) -> None:
             fail(config, "cct_num_ffn_splits", f"must divide the feed-forward size {config.ffn_size}")
 
 
-def _check_loaded(asked: Mapping[str, Any], of_checkpoint: Mapping[str, Any]) -> None:
+def _check_loaded(asked: Any, of_checkpoint: dict[str, Any]) -> None:
     """Refuse other budgets, as many: what one has learned would stand for another. (Another number of
     them does not fit the weights.)"""
-    given, saved = asked["cct_budgets"], of_checkpoint.get("cct_budgets")
+    given, saved = asked.cct_budgets, of_checkpoint.get("cct_budgets")
     for own, known in zip(_of_each_half(given), _of_each_half(saved), strict=False):
         if len(own) == len(known) and own != known:
             raise ValueError(

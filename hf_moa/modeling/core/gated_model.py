@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from ..moa.switches import MoaSwitches
 from .budget_switches import BudgetSwitches
 from .carried_loss import carried
 from .initialization import InitScales, beside_weights
-from .mechanism import MECHANISMS, field_names, mechanisms_of
+from .mechanism import field_names, mechanisms_of
 from .outputs import batch_term
 from .sharding import FSDPModule
 from .slots import GATINGS, require_code
@@ -126,17 +127,15 @@ class GatedModel(MaeSwitches, MoaSwitches, CctSwitches, BudgetSwitches):
             ValueError: as transformers', and for `cct_budgets` that the checkpoint was not trained for.
         """
         config = kwargs.get("config")
-        asked = {name: kwargs.get(name, getattr(config, name, None)) for name in field_names()}
-        if (
-            any(value is not None for value in asked.values())
-            and pretrained_model_name_or_path is not None
-        ):
+        asked = SimpleNamespace(**{n: kwargs.get(n, getattr(config, n, None)) for n in field_names()})
+        checks = [m.check_loaded for m in mechanisms_of(asked) if m.check_loaded is not None]
+        if checks and pretrained_model_name_or_path is not None:
             hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
             config_class: Any = cls.config_class
             with suppress(OSError):  # weights without a configuration beside them
                 saved, _ = config_class.get_config_dict(pretrained_model_name_or_path, **hub)
-                for mechanism in MECHANISMS.values():
-                    mechanism.check_loaded(asked, saved)
+                for check in checks:
+                    check(asked, saved)
         with beside_weights():
             loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded

@@ -6,14 +6,14 @@ A mechanism is a folder. Its `mechanism.py` has the fields of its configuration,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 
-def _nothing(*args: Any) -> None:
+def _nothing(config: Any) -> None:
     """The check of fields without rules."""
 
 
@@ -26,8 +26,9 @@ class Mechanism:
         fields: a dataclass of its configuration fields. Its docstring says what each means.
         is_on: whether a configuration asks for the mechanism.
         check: raises a ValueError for fields that break a rule, of any configuration.
-        check_loaded: raises a ValueError for fields, by name, that a checkpoint is loaded with, where
-            the weights of its saved configuration would mean something else.
+        check_loaded: raises a ValueError for fields that a checkpoint is loaded with (all there are,
+            None where none is given), where the weights of its saved configuration, a dict, would mean
+            something else.
         unused: the fields that do nothing in a configuration where the mechanism is on, each with the
             reason.
         of_old: what a saved configuration means that lacks one of its fields, where that is not the
@@ -51,7 +52,7 @@ class Mechanism:
     fields: type
     is_on: Callable[[Any], bool]
     check: Callable[[Any], None] = _nothing
-    check_loaded: Callable[[Mapping[str, Any], Mapping[str, Any]], None] = _nothing
+    check_loaded: Callable[[Any, dict[str, Any]], None] | None = None
     unused: Callable[[Any], dict[str, str]] = lambda config: {}
     of_old: dict[str, Any] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()
