@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate_runs import NO_DROPOUT, OVERRIDES, SCRIPTS, cut_unevenly, evaluations, log, run, weights
-from launching import fresh_python, torchrun
+from launching import ON_CPU, fresh_python, launch_ranks, torchrun
 from script_runs import command_line
 
 from hf_moa.recipes.accelerate.checkpoints import find_checkpoints
@@ -174,9 +174,10 @@ def test_one_of_four_processes_is_killed(arguments, tmp_path):
     assert time.time() - float((tmp_path / "time_of_death").read_text()) < 60
     assert "Signal 9 (SIGKILL)" in died.stderr
     assert [path.name for path in find_checkpoints(tmp_path / "out")] == ["step_1", "step_2"]
-    for changed in (values, values | {"output_dir": tmp_path / "undisturbed"}):
-        done = run_script("nobody", *command_line(changed))
-        assert done.returncode == 0, done.stderr[-3000:]
+    done = run_script("nobody", *command_line(values))
+    assert done.returncode == 0, done.stderr[-3000:]
+    changed = values | {"output_dir": tmp_path / "undisturbed"}
+    launch_ranks(4, tmp_path / "script.py", "nobody", *command_line(changed), environment=ON_CPU)
     # DDP does not add four terms in the order of a run without a stop
     torch.testing.assert_close(weights(values), weights(changed), rtol=1e-5, atol=1e-6)
 
