@@ -15,7 +15,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from hf_moa import FTGConfig, upcycle
+from hf_moa import FTGConfig, importance, upcycle
 from hf_moa.families import FAMILIES
 from hf_moa.model_card import checkpoint_card
 from hf_moa.registration import register_family
@@ -136,6 +136,27 @@ def test_moa_starts_from_the_heads():
     torch.testing.assert_close(
         model(**tokens()).logits, source(**tokens()).logits, atol=1e-10, rtol=1e-10
     )
+
+
+def test_sorted_model_computes_what_its_source_does():
+    source = build_plain()
+    labels = tokens()["input_ids"]
+    scores = importance(source, [{**tokens(), "labels": labels}])
+    model = upcycle(source, "mha", cct_budgets=[1, 0.5], importance=scores)
+    expected = source(**tokens()).logits
+    torch.testing.assert_close(model(**tokens()).logits, expected, atol=1e-11, rtol=1e-11)
+    found = model.model.layers[0].mlp.up_proj.weight
+    assert not torch.equal(found, source.model.layers[0].mlp.up_proj.weight)
+
+
+def test_nested_budgets_take_no_heads_that_share_keys():
+    message = r"nested_budgets must be None where queries share keys: .* \(got 4 .* and 2 of keys\)"
+    with pytest.raises(ValueError, match=message):
+        build(nested_budgets=[1, 0.5])
+    model = build(nested_budgets=[1, 0.5], num_key_value_heads=4)
+    ids = tokens()["input_ids"][:1]
+    options = {"max_new_tokens": 6, "do_sample": False, "budget": 0.5}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
 
 
 def test_budgets_skip_operations():

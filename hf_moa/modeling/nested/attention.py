@@ -35,6 +35,7 @@ class NestedHeads(nn.Module):
 
     def attend(self, layer: AttentionFlow, call: AttentionCall, mix: Any, record: Record) -> Attended:
         """A layer's attention of the heads that the call's budget has."""
+        refuse_grouped_queries(layer.num_heads, layer.num_kv_heads)
         budget: NestedBudget = call.budget
         heads = layer.mixture.num_heads if budget is None else budget.heads
         number = self.ranks.count(heads)
@@ -92,6 +93,19 @@ class NestedHeads(nn.Module):
     def count_skippable(self, queries: int, keys: int, pairs: int) -> int:
         """Nothing that a gate skips."""
         return 0
+
+
+def refuse_grouped_queries(num_heads: int, num_kv_heads: int) -> None:
+    """Check that each head has its own keys: the first heads then are a layer of their own.
+
+    Raises:
+        ValueError: some share theirs.
+    """
+    if num_kv_heads != num_heads:
+        raise ValueError(
+            "nested_budgets must be None where queries share keys: a budget takes the first heads (got "
+            f"{num_heads} heads of queries and {num_kv_heads} of keys)."
+        )
 
 
 def _project(

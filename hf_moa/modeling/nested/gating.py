@@ -7,7 +7,7 @@ from typing import Any
 from ..attention.multi_head import MultiHead
 from ..core.slots import GATINGS
 from ..parallel.plans import AttentionNames, FeedForwardNames, Plan
-from .attention import NestedHeads
+from .attention import NestedHeads, refuse_grouped_queries
 from .budgets import NestedBudgets, NestedPairs
 from .feed_forward import NestedNeurons
 from .shapes import shapes_of
@@ -18,17 +18,18 @@ class NestedGating:
     """The budgets of a stack of layers, and what attention and feed-forward layers compute at each."""
 
     @staticmethod
-    def attention(config: Any, mixture: MultiHead, **layer: Any) -> NestedHeads:
+    def attention(config: Any, mixture: MultiHead, *, num_kv_heads: int, **layer: Any) -> NestedHeads:
         """What an attention layer computes.
 
         Raises:
-            ValueError: a mixture whose heads are no slices of plain projections.
+            ValueError: a mixture whose heads are no slices of plain projections, or share their keys.
         """
         if not mixture.has_plain_projections:
             raise ValueError(
                 f"{type(config).__name__}.nested_budgets must be None with {type(mixture).__name__}, "
                 f"whose heads are no slices of plain projections (got {config.nested_budgets})."
             )
+        refuse_grouped_queries(mixture.num_heads, num_kv_heads)
         return NestedHeads(min(shape.heads for shape in shapes_of(config)))
 
     @staticmethod

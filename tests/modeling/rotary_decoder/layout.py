@@ -9,7 +9,7 @@ class LlamaLayout(Layout):
     attention = r"(.*layers\.\d+\.self_attn)\.o_proj\.weight"
     attention_output, feed_forward_output = "o_proj", "down_proj"
     feed_forward = r"(.*layers\.\d+\.mlp)\.down_proj\.weight"
-    head_weights = (("q_proj.weight", 0), ("o_proj.weight", 1))
+    head_weights = ()  # they stay beside those that share their keys
     neuron_weights = (("gate_proj.weight", 0), ("up_proj.weight", 0), ("down_proj.weight", 1))
     size_fields = ("num_attention_heads", "intermediate_size", ("num_hidden_layers",))
 
