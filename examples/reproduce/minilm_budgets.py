@@ -9,9 +9,9 @@ train every budget in each step:
         --models_dir runs/minilm_budgets
 
 Every classifier is of this package, and computes its last layer for the first token only; times are of
-eval, in a phase of their own that wants a machine that does nothing else (`--phases latency`). Learning
-rates are those that `upcycled_minilm.py` chose for MiniLM with as many layers. Models train in bf16
-autocast; `--precision float32` is faster on a processor without AVX-512, and each run says which it had.
+eval, in a phase of their own that wants a machine that does nothing else (`--phases latency`). Models
+train in bf16 autocast; `--precision float32` is faster on a processor without AVX-512, and each run says
+which it had.
 A run that was stopped goes on where it was. The report, once or while runs are under way:
 
     python examples/reproduce/minilm_budgets.py --report model_cards/minilm_budgets
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,8 @@ from typing import Any
 from experiment import GLUE_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from runs import Results, Settings
-from scripts import TRAINER_FLAGS, Flags, budget_argument, claimed, run_script
+from scripts import TRAINER_FLAGS, Flags, budget_argument, claimed, read_json, run_script
 from summaries import Point, above_line, at_budget, by_seed, latest, time_and_machine, with_deviation
-from upcycled_minilm import BATCH_SIZES, LATENCY_EXAMPLES, development_batches, read_run, run_all
 
 from hf_moa.markdown import table
 
@@ -38,6 +38,8 @@ BUDGETS = (1.0, 0.5, 0.33, 0.2)
 NESTED_LAYERS = (6, 6, 6, 4)
 SEEDS = (1, 2, 3)
 IMPORTANCE_EXAMPLES = 1024
+BATCH_SIZES = (1, 32)  # of the latency
+LATENCY_EXAMPLES = 64
 
 # training examples and epochs
 TASKS = {
@@ -49,6 +51,7 @@ PLAIN, ITSELF, NESTED, CCT = "plain", "plain, distilled", "nested", "CCT"
 CUT = {"3 layers": (0, 2, 4), "2 layers": (0, 3)}  # the layers that stay
 GATED = (NESTED, CCT)
 MODELS = (PLAIN, ITSELF, *CUT, *GATED)
+# the best of three for a model of as many layers, on SST-2 without distillation
 RATES = {**dict.fromkeys(MODELS, 1e-4), "2 layers": 2e-4}
 TRAINING: Flags = {
     **TRAINER_FLAGS,
@@ -82,8 +85,9 @@ def latency_runs(results: Results) -> list[Settings]:
 
 
 def train(settings: Settings, options: argparse.Namespace) -> dict:
-    """A run; its model is kept where it teaches, or is timed."""
-    if settings["model"] == PLAIN or settings["seed"] == SEEDS[0]:
+    """A run; its model is kept where it teaches, or its time depends on what it learned."""
+    is_timed = settings["model"] == CCT and settings["seed"] == SEEDS[0]
+    if settings["model"] == PLAIN or is_timed:
         measured = _train(settings, options, model_folder(settings, options))
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -152,10 +156,59 @@ def make_student(model: str, teacher: Path, task: str, options: argparse.Namespa
     AutoTokenizer.from_pretrained(teacher).save_pretrained(folder)
 
 
+def read_run(measured: dict[str, Any], folder: Path, task: str) -> dict[str, Any]:
+    """Accuracy; with budgets, of each."""
+    run = {
+        "train_seconds": measured["train_runtime"],
+        "parameters": measured["trainable_parameters"],
+        "accuracy": measured["eval_accuracy"],
+    }
+    budgets = folder / f"budget_results_{task}.json"
+    if budgets.is_file():
+        for row in read_json(budgets):
+            run[at_budget("accuracy", row["budget"])] = row["eval_accuracy"]
+            run[at_budget("compute", row["budget"])] = row["compute_fraction"]
+    return run
+
+
 def training_batches(task: str, tokenizer: Path, options: argparse.Namespace) -> list[dict]:
     """Labelled ones, for the importance of heads and neurons."""
     of_size = {"task": task, "latency_of_batch": 32}
     return development_batches(of_size, options, tokenizer, "cpu", train=IMPORTANCE_EXAMPLES)
+
+
+def development_batches(
+    settings: Settings,
+    options: argparse.Namespace,
+    tokenizer: Path,
+    device: str,
+    *,
+    train: int | None = None,
+) -> list[dict]:
+    """The first examples of the development set, in batches of the latency's size; or `train` of the
+    training set, with labels."""
+    import torch
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+
+    from hf_moa.training import GLUE_TASKS, load_glue_tsv
+
+    task, size = settings["task"], settings["latency_of_batch"]
+    if options.data_dir is None:
+        splits = load_dataset("nyu-mll/glue", task)
+    else:
+        splits = load_glue_tsv(options.data_dir, task)
+    validation = "validation_matched" if task == "mnli" else "validation"
+    rows = splits[validation][:LATENCY_EXAMPLES] if train is None else splits["train"][:train]
+    texts = [rows[name] for name in GLUE_TASKS[task].text_columns]
+    tokenize = partial(
+        AutoTokenizer.from_pretrained(tokenizer), padding=True, truncation=True, max_length=128
+    )
+    return [
+        dict(tokenize(*(t[i : i + size] for t in texts), return_tensors="pt").to(device))
+        | ({} if train is None else {"labels": torch.tensor(rows["label"][i : i + size])})
+        for i in range(0, len(texts[0]), size)
+    ]
 
 
 def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
@@ -168,15 +221,19 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = {"task": settings["task"], "seed": settings["seed"]}
-    folders = {
-        model: trained(run | {"model": model, "learning_rate": RATES[model]}, options)
-        for model in MODELS
-        if model != ITSELF  # as fast as the plain one
-    }
-    batches = development_batches(settings, options, folders[PLAIN], device)
+    plain, cct = (
+        trained(run | {"model": model, "learning_rate": RATES[model]}, options) for model in (PLAIN, CCT)
+    )
+    batches = development_batches(settings, options, plain, device)
     candidates = {}
-    for name, folder in folders.items():
-        model = AutoModelForSequenceClassification.from_pretrained(folder)
+    for name in MODELS:
+        if name == ITSELF:  # as fast as the plain one
+            continue
+        with tempfile.TemporaryDirectory() as start:
+            folder: Any = {PLAIN: plain, CCT: cct}.get(name, start)
+            if folder is start:  # as fast before training as after it
+                make_student(name, plain, settings["task"], options, start)
+            model = AutoModelForSequenceClassification.from_pretrained(folder)
         if name not in GATED:
             model = upcycle(model, "mha")  # which computes its last layer for the first token only
         model = model.to(device).eval()
@@ -185,6 +242,11 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
     with torch.inference_mode():
         times = compare(candidates, turns=11, title="latency")
     return {time.name: time.value / LATENCY_EXAMPLES for time in times}
+
+
+def run_all(model: Callable[..., Any], batches: list[dict], kwargs: dict[str, Any]) -> None:
+    for batch in batches:
+        model(**batch, **kwargs)
 
 
 def columns(model: str) -> dict[str, float | None]:
@@ -306,7 +368,7 @@ EXPERIMENT = Experiment(
     report=report,
     needed={
         "model_name_or_path": "a pretrained BERT of 6 layers",
-        "models_dir": "where plain models are kept, and those of the first seed, to be timed",
+        "models_dir": "where plain models are kept, which teach, and CCT of the first seed, to be timed",
     },
     optional={**GLUE_DIR, "precision": ("of training: bf16 or float32", "bf16")},
     plan=lambda: [TRAINING, OF_BUDGETS, TASKS, CUT, NESTED_LAYERS, BUDGETS, IMPORTANCE_EXAMPLES],
