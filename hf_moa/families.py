@@ -17,11 +17,6 @@ from .modeling.t5.family import T5
 FAMILIES = {family.model_type: family for family in (BERT, GPT2, T5)}
 
 
-def known_tasks() -> tuple[str, ...]:
-    """The tasks that some family has a head for."""
-    return tuple(dict.fromkeys(task for family in FAMILIES.values() for task in family.tasks))
-
-
 def family_of(config: PreTrainedConfig) -> Family:
     """The family of a gated configuration, or of its backbone's own.
 

@@ -13,14 +13,16 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from .modeling.core.family import Family
 
-def register_with_peft(backbones: Mapping[str, str]) -> None:
+
+def register_with_peft(families: Mapping[str, Family]) -> None:
     """Tell PEFT now, or as soon as it is imported.
 
     Args:
-        backbones: the model types of gated models -> those of their backbones, whose modules they have.
+        families: those of gated models, as they are when PEFT is told.
     """
-    register = partial(_register, backbones)
+    register = partial(_register, families)
     if "peft" in sys.modules:
         register()
     else:
@@ -45,13 +47,13 @@ def register_target_modules(model_type: str, backbone: str) -> None:
             table.setdefault(model_type, table[backbone])
 
 
-def _register(backbones: Mapping[str, str]) -> None:
+def _register(families: Mapping[str, Family]) -> None:
     from .modeling.ftg import model  # noqa: F401 - registers FTG
     from .pushed_cards import write_cards_of_adapters
 
     write_cards_of_adapters()
-    for model_type, backbone in backbones.items():
-        register_target_modules(model_type, backbone)
+    for family in families.values():
+        register_target_modules(family.config_class.model_type, family.model_type)
 
 
 class _AfterImport(MetaPathFinder):

@@ -21,9 +21,16 @@ from .pushed_cards import write_cards_of_pushes
 
 
 def register_family(family: Family) -> None:
-    """Make a backbone known: to this package, transformers' auto and plain classes, and PEFT; and its
-    checkpoints carry its code."""
+    """Make a backbone from outside the package known: to this package, transformers' auto and plain
+    classes, and PEFT; and its checkpoints carry its code."""
     FAMILIES[family.model_type] = family
+    _register(family)
+    if "peft" in sys.modules:
+        register_target_modules(family.config_class.model_type, family.model_type)
+
+
+def _register(family: Family) -> None:
+    """Make a family known to transformers, and its checkpoints carry its code."""
     config_class = family.config_class
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     config_class.write_code = write_code
@@ -38,14 +45,10 @@ def register_family(family: Family) -> None:
     load_as_gated(family)
     # adapters of version 0.1 name the module of their base so
     sys.modules[f"hf_moa.modeling.modeling_{config_class.model_type}"] = family.models
-    _backbones[config_class.model_type] = family.model_type
-    if "peft" in sys.modules:
-        register_target_modules(config_class.model_type, family.model_type)
 
 
-_backbones: dict[str, str] = {}
-for _family in tuple(FAMILIES.values()):
-    register_family(_family)
+for _family in FAMILIES.values():
+    _register(_family)
 register_pipelines()
 write_cards_of_pushes()
-register_with_peft(_backbones)
+register_with_peft(FAMILIES)

@@ -17,7 +17,7 @@ _WEIGHTS_AND_CODE = (
     "modeling_*.py",
     "configuration_*.py",
 )
-# `hf_moa.families.known_tasks()`, which would import torch.
+# those of `hf_moa.families.FAMILIES`, which would import torch.
 _TASKS = (
     "feature-extraction",
     "fill-mask",
