@@ -93,6 +93,15 @@ MORE_ON_4 = {
 ALL_ON_2 = {
     f"{case.family.name}-{name}": TP_2 for case in LANGUAGE_MODELS for name in case.family.variants
 }
+# processes, what they run in one launch, and when
+LAUNCHES = {
+    "few": (2, FEW, []),
+    "two": (2, ON_2, pytest.mark.slow),
+    "four": (4, ON_4, pytest.mark.slow),
+    "more-two": (2, MORE_ON_2, pytest.mark.nightly),
+    "more-four": (4, MORE_ON_4, pytest.mark.nightly),
+    "all": (2, ALL_ON_2, pytest.mark.nightly),
+}
 
 
 def run(scenarios, number, folder):
@@ -121,39 +130,16 @@ def results(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("scenario", FEW)
-def test_split_over_two_processes(scenario, results):
-    assert results("few", FEW, 2)[scenario] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", ON_2)
-def test_other_forms_on_two_processes(scenario, results):
-    assert results("two", ON_2, 2)[scenario] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", ON_4)
-def test_forms_combined_on_four_processes(scenario, results):
-    assert results("four", ON_4, 4)[scenario] == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("scenario", MORE_ON_2)
-def test_more_forms_on_two_processes(scenario, results):
-    assert results("more-two", MORE_ON_2, 2)[scenario] == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("scenario", MORE_ON_4)
-def test_more_forms_on_four_processes(scenario, results):
-    assert results("more-four", MORE_ON_4, 4)[scenario] == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("scenario", ALL_ON_2)
-def test_every_variant_on_two_processes(scenario, results):
-    assert results("all", ALL_ON_2, 2)[scenario] == []
+@pytest.mark.parametrize(
+    ("name", "number", "scenario"),
+    [
+        pytest.param(name, number, scenario, id=f"{name}-{scenario}", marks=marks)
+        for name, (number, scenarios, marks) in LAUNCHES.items()
+        for scenario in scenarios
+    ],
+)
+def test_split_model_is_the_whole_one(name, number, scenario, results):
+    assert results(name, LAUNCHES[name][1], number)[scenario] == []
 
 
 # matrices of a layer that every process has whole: what decides, and norms
