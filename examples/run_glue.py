@@ -157,7 +157,7 @@ def load_model(
         model_args.model_name_or_path,
         config=config,
         ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
-        **model_args.hub_kwargs(),
+        **model_args.model_kwargs(),
     )
     if not task.is_regression and label_order(model, task) is None:
         model.config.id2label = dict(enumerate(task.label_names))

@@ -193,7 +193,7 @@ def main(args: list[str] | None = None) -> None:
     # The model comes right after the seed, so that variants draw the same head.
     set_seed(training_args.seed)
     model = AutoModelForQuestionAnswering.from_pretrained(
-        model_args.model_name_or_path, **model_args.hub_kwargs()
+        model_args.model_name_or_path, **model_args.model_kwargs()
     )
     model = convert(model, gating_args)
     tokenizer = load_tokenizer(model_args)

@@ -34,6 +34,17 @@ def test_config_in_the_place_of_a_checkpoints(tmp_path):
     assert model.transformer.h[0].attn.attn_dropout.p == 0.3
 
 
+@pytest.mark.parametrize("attention_type", ["none", "mae"])
+def test_how_attention_is_computed(tmp_path, attention_type):
+    GPT2LMHeadModel(GPT2Config(**SIZES)).save_pretrained(tmp_path)
+    gates = GatingArguments(attention_type=attention_type)
+    model = load(gates, model_name_or_path=tmp_path, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    new = {"model_type": "moa_gpt2", "config_overrides": "n_layer=1,n_embd=8,n_head=2"}
+    assert load(gates, **new, attn_implementation="eager").config._attn_implementation == "eager"
+    assert load(gates, **new).config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("trusted", [True, False])
 def test_code_of_a_model_is_trusted_where_asked(trusted, monkeypatch):
     found = []
