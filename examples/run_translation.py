@@ -13,7 +13,8 @@ languages on the way; the same without gates is `--attention_type mha`. Needs
         --validation_source val.en.gz --validation_target val.de.gz \
         --test_source test.en.gz --test_target test.de.gz \
         --do_train --do_eval --do_predict --predict_with_generate --num_beams 5 \
-        --num_train_epochs 20 --optim adafactor --learning_rate 3e-2 --warmup_steps 0.1 \
+        --num_train_epochs 20 --optim adafactor --optim_args scale_parameter=True \
+        --learning_rate 3e-2 --warmup_steps 0.1 --label_smoothing_factor 0.1 \
         --per_device_train_batch_size 64 --output_dir out/translation-mae
 
 From a checkpoint, converted to MAE:

@@ -24,6 +24,7 @@ from hf_moa.modeling.core.precision import on_device
 from hf_moa.modeling.core.sharding import FSDPModule
 from hf_moa.modeling.core.task_losses import next_token_labels, token_share
 
+from .adafactor import adafactor_arguments
 from .arguments import (
     GateTrainingArguments,
     MoaSeq2SeqTrainingArguments,
@@ -64,6 +65,8 @@ from .trackers import report_histograms, with_one_file
 from .whole_checkpoints import SavesWholeCheckpoints
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainingArguments
+
     from .trainer_base import RunArguments
 
 logger = logging.get_logger(__name__)
@@ -225,6 +228,14 @@ class _GatedTraining(WritesModelCards, SavesWholeCheckpoints, StopsDivergedRuns,
         if descends:
             keep_gates_out(optimizer, whole)
         return optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: PreTrainedModel | None = None
+    ) -> tuple[Any, Any]:
+        """As in `Trainer`; Adafactor also with steps relative to the size of the weights."""
+        made, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return made, kwargs | adafactor_arguments(args)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """As in `Trainer`; without the norms of CCT's feed-forward parts, which it does not know."""

@@ -22,11 +22,12 @@ from hf_moa.model_card import checkpoint_card, read_card
 from hf_moa.recipes.accelerate import AccelerateArguments
 from hf_moa.recipes.accelerate import arguments as accelerate_arguments
 from hf_moa.recipes.accelerate.checkpoints import find_checkpoints
-from hf_moa.recipes.accelerate.optimizers import SMALLEST_SIZE, make_optimizer
+from hf_moa.recipes.accelerate.optimizers import make_optimizer
 from hf_moa.recipes.gating import GatingArguments
 from hf_moa.recipes.masked_text import MaskedTextArguments
 from hf_moa.recipes.models import ModelArguments
 from hf_moa.run_results import budget_table
+from hf_moa.training.adafactor import SMALLEST_SIZE
 
 
 @pytest.mark.parametrize("task", SCRIPTS)

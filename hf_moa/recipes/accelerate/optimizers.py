@@ -11,13 +11,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hf_moa.modeling.core.sharding import mesh_of
 from hf_moa.training import gate_parameters
+from hf_moa.training.adafactor import SMALLEST_SIZE
 from hf_moa.training.parameter_groups import give_own_rates
 
 from .arguments import AccelerateArguments
-
-# Adafactor's steps are relative to a weight's root mean square, or to this where that is smaller: gates
-# start at or near zero, and with the usual 0.001 would stay there
-SMALLEST_SIZE = 0.02
 
 
 def make_optimizer(
