@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer
 from transformers.trainer_utils import get_last_checkpoint
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _MARKER = "shrink.json"  # the settings: what a folder must have to go on with
 _RESULTS = "results.json"
 _WORK = "checkpoints"
+_LENGTH = "characters"  # a column of the data
 _TASKS = ("text-classification", "fill-mask", "text-generation", "text2text-generation")
 
 
@@ -44,7 +46,8 @@ class ShrinkSettings:
     Args:
         budgets, layers: `nested_budgets` and `nested_layers`.
         epochs, learning_rate, batch_size, max_length, seed: of the training, every step of which runs at
-            each budget; the source teaches.
+            each budget; the source teaches. Batches are of texts of about the same length.
+        bf16: whether training and evaluation compute in bfloat16 (autocast).
         importance_examples: that tell what matters.
         held_out: share of the training data to evaluate on, where no other is given.
     """
@@ -55,6 +58,7 @@ class ShrinkSettings:
     learning_rate: float = 1e-4
     batch_size: int = 32
     max_length: int | None = None
+    bf16: bool = False
     seed: int = 0
     importance_examples: int = 1024
     held_out: float = 0.1
@@ -104,6 +108,7 @@ def shrink(
         parts = train.train_test_split(settings.held_out, seed=settings.seed)
         train, validation = parts["train"], parts["test"]
     plain, tokenizer = _load(source)
+    train, validation = _with_lengths(train), _with_lengths(validation)
     model, examples = _sorted(plain, tokenizer, train, settings, say)
     trainer = _trainer(model, plain, examples, (train, validation), folder, settings)
     say(f"Training: {len(train)} examples, {settings.epochs:g} epochs, each step at every budget")
@@ -170,6 +175,13 @@ def _load(source: str) -> tuple[PreTrainedModel, Any]:
         raise ValueError(f"{source} must have its tokenizer beside it (got {error}).") from error
 
 
+def _with_lengths(data: Dataset) -> Dataset:
+    """The data with their lengths in characters, by which `Trainer` groups them."""
+    texts = [data[role] for role in ("text", "pair", "target") if role in data.column_names]
+    lengths = [sum(len(str(each)) for each in row) for row in zip(*texts, strict=True)]
+    return data.add_column(_LENGTH, lengths)
+
+
 def _sorted(
     plain: PreTrainedModel,
     tokenizer: Any,
@@ -192,6 +204,7 @@ def _sorted(
         return made
 
     some = train.shuffle(seed=settings.seed).select(range(min(len(train), settings.importance_examples)))
+    some = some.sort(_LENGTH)
     say(f"Importance: heads and neurons, on {len(some)} examples")
     from tqdm.auto import tqdm
 
@@ -218,6 +231,10 @@ def _trainer(
             warmup_steps=0.1,
             per_device_train_batch_size=settings.batch_size,
             per_device_eval_batch_size=2 * settings.batch_size,
+            train_sampling_strategy="group_by_length",
+            length_column_name=_LENGTH,
+            bf16=settings.bf16,
+            use_cpu=not torch.accelerator.is_available(),
             seed=settings.seed,
             budget_sampling="all",
             remove_unused_columns=False,

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from few_words import WORDS, write_tokenizer
 from transformers import (
     AutoModelForSequenceClassification,
@@ -18,7 +19,7 @@ from transformers import (
 
 from hf_moa.cli import main
 from hf_moa.shrink import ShrinkSettings, shrink
-from hf_moa.text_batches import read_text
+from hf_moa.text_batches import TextBatches, read_text
 
 BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 
@@ -87,14 +88,32 @@ def test_makes_one_checkpoint_with_several_sizes(name, files, tmp_path, capsys):
     assert quality in card or "loss" in card
 
 
-def test_every_budget_learns_from_the_source(files, tmp_path):
+@pytest.mark.parametrize("bf16", [False, True])
+def test_every_budget_learns_from_the_source(bf16, files, tmp_path):
     data = read_text(str(files / "train.tsv"))
-    settings = ShrinkSettings(budgets=(1.0, 0.5), epochs=8, learning_rate=3e-3, batch_size=8)
+    settings = ShrinkSettings(budgets=(1.0, 0.5), epochs=8, learning_rate=3e-3, batch_size=8, bf16=bf16)
     results = shrink(str(files / "bert"), tmp_path, train=data, validation=data, settings=settings)
     source, *budgets = results["rows"]
     assert all(row["eval_loss"] < source["eval_loss"] for row in budgets)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert model.config.nested_budgets == [1.0, 0.5]
+    assert model.dtype == torch.float32
+
+
+def test_batches_are_of_texts_of_about_the_same_length(files, tmp_path, monkeypatch):
+    batches = []
+    collate = TextBatches.collate
+
+    def watched(self, examples):
+        batches.append({len(each["text"]) for each in examples})
+        return collate(self, examples)
+
+    monkeypatch.setattr(TextBatches, "collate", watched)
+    data = Dataset.from_list([{"text": "a red cat"[: 1 + 8 * (i % 2)], "label": 0} for i in range(96)])
+    settings = ShrinkSettings(budgets=(1.0, 0.5), epochs=1, batch_size=4)
+    shrink(str(files / "bert"), tmp_path, train=data, validation=data, settings=settings)
+    mixed = sum(len(lengths) > 1 for lengths in batches)
+    assert mixed < 0.3 * len(batches)  # of batches drawn at random 0.88
 
 
 def test_goes_on_where_it_was_stopped(files, tmp_path):

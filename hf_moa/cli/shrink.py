@@ -42,6 +42,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--learning-rate", type=float, help="default: 1e-4")
     parser.add_argument("--batch-size", type=int, help="default: 32")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="default: the model's")
+    parser.add_argument(
+        "--bf16", action="store_true", help="compute in bfloat16 (recent GPUs, CPUs with AVX-512 or AMX)"
+    )
     parser.add_argument("--seed", type=int, help="default: 0")
     parser.add_argument("--overwrite", action="store_true", help="begin again in OUT")
 

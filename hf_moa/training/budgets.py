@@ -162,7 +162,7 @@ def evaluate_budgets(
         raise ValueError(f"`budgets` must name at least one of {trained_budgets} (got {budgets}).")
 
     first_batch_size = trainer.args.eval_batch_size * trainer.args.world_size
-    first_batch = list(itertools.islice(iter(eval_dataset), first_batch_size))
+    first_batch = _first(eval_dataset, first_batch_size)
     rows = []
     try:
         for budget in budgets:
@@ -225,11 +225,19 @@ def warn_of_excess(computed: dict[Any, float], config: Any) -> None:
         )
 
 
-def _warm_up(trainer: Trainer, batch: list) -> None:
+def _first(dataset: Any, count: int) -> Any:
+    """The first examples; those of a `datasets.Dataset` keep its columns, by one of which `Trainer` may
+    group them."""
+    if hasattr(dataset, "select"):
+        return dataset.select(range(min(count, len(dataset))))
+    return list(itertools.islice(iter(dataset), count))
+
+
+def _warm_up(trainer: Trainer, batch: Any) -> None:
     # Without the metrics: some are undefined on a few examples.
     compute_metrics, trainer.compute_metrics = trainer.compute_metrics, None
     try:
-        trainer.predict(batch)  # type: ignore[arg-type]  # a list does for a dataset
+        trainer.predict(batch)
     finally:
         trainer.compute_metrics = compute_metrics
 
