@@ -47,7 +47,7 @@ class ShrinkSettings:
         budgets, layers: `nested_budgets` and `nested_layers`.
         epochs, learning_rate, batch_size, max_length, seed: of the training, every step of which runs at
             each budget; the source teaches. Batches are of texts of about the same length.
-        bf16: whether training and evaluation compute in bfloat16 (autocast).
+        bf16: whether training and evaluation compute in bfloat16 (autocast). Times are of float32.
         importance_examples: that tell what matters.
         held_out: share of the training data to evaluate on, where no other is given.
     """
@@ -266,7 +266,6 @@ def _quality(predictions: Any) -> dict[str, float]:
 
 def _measure(trainer: MoaTrainer, plain: PreTrainedModel, batches: TextBatches) -> list[dict[str, Any]]:
     """A row of the source and of each budget: quality, share of the matrices, milliseconds."""
-    model: Any = trainer.model
     rows = evaluate_budgets(trainer)
     beside = Trainer(
         plain,
@@ -280,6 +279,8 @@ def _measure(trainer: MoaTrainer, plain: PreTrainedModel, batches: TextBatches) 
     source = {name: measured[name] for name in kept if name in measured}
     found: list[dict[str, Any]] = [{"budget": None, "compute_fraction": None, **source}]
     found += [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    # without autocast, which `Trainer` leaves in a model's forward
+    model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     for size in (1, 32):
         batches.batch_size = size
         batch = {name: x.to(model.device) for name, x in next(iter(batches)).items()}

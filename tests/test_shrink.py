@@ -17,6 +17,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from hf_moa.benchmark import benchmark
 from hf_moa.cli import main
 from hf_moa.shrink import ShrinkSettings, shrink
 from hf_moa.text_batches import TextBatches, read_text
@@ -89,7 +90,16 @@ def test_makes_one_checkpoint_with_several_sizes(name, files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_every_budget_learns_from_the_source(bf16, files, tmp_path):
+def test_every_budget_learns_from_the_source(bf16, files, tmp_path, monkeypatch):
+    timed = set()
+
+    def watched(model, batch):
+        hook = model.classifier.register_forward_hook(lambda *args: timed.add(args[-1].dtype))
+        times = benchmark(model, batch)
+        hook.remove()
+        return times
+
+    monkeypatch.setattr("hf_moa.shrink.benchmark", watched)
     data = read_text(str(files / "train.tsv"))
     settings = ShrinkSettings(budgets=(1.0, 0.5), epochs=8, learning_rate=3e-3, batch_size=8, bf16=bf16)
     results = shrink(str(files / "bert"), tmp_path, train=data, validation=data, settings=settings)
@@ -98,6 +108,7 @@ def test_every_budget_learns_from_the_source(bf16, files, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert model.config.nested_budgets == [1.0, 0.5]
     assert model.dtype == torch.float32
+    assert timed == {torch.float32}  # not in autocast, as the source is timed
 
 
 def test_batches_are_of_texts_of_about_the_same_length(files, tmp_path, monkeypatch):
