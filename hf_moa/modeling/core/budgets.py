@@ -44,6 +44,7 @@ class BudgetList:
         self.sampled = [tuple(float(value) for value in entry) for entry in entries]
         self.distinct = sorted(set(self.sampled), key=lambda entry: (sum(entry), entry), reverse=True)
         self.width = len(self.distinct[0])
+        self._positions = {entry: i for i, entry in enumerate(self.distinct)}
         self.chosen: Any = None
         self.default = 0 if default is None else self.position(default)
 
@@ -62,6 +63,8 @@ class BudgetList:
         is_pair = self.width > 1 and isinstance(budget, (list, tuple))
         values = tuple(budget) if is_pair else (budget,) * self.width
         if len(values) == self.width and all(map(_is_number, values)):
+            if values in self._positions:  # as each step of a generation asks
+                return self._positions[values]
             for i, entry in enumerate(self.distinct):
                 if all(abs(known - value) < 1e-6 for known, value in zip(entry, values, strict=True)):
                     return i

@@ -39,24 +39,26 @@ class NestedHeads(nn.Module):
         budget: NestedBudget = call.budget
         heads = layer.mixture.num_heads if budget is None else budget.heads
         number = self.ranks.count(heads)
-        if heads == layer.mixture.num_heads:  # and not by the rank's own: all ranks have to send alike
+        # not of the rank's own: all ranks have to send alike
+        if has_all := heads == layer.mixture.num_heads:
             query, key, value = layer.project(call.hidden_states, call.source, mix)
         else:
             query, key, value = _project(layer, call, number)
         _check_cache(call)
         query, key, value = layer.with_cached(call, query, key, value)
-        if call.position_bias is not None:
+        if call.position_bias is not None and not has_all:
             call = call._replace(position_bias=call.position_bias[:, :heads])
-        if call.is_paged:  # pages have room for all heads
+        if call.is_paged and not has_all:  # pages have room for all heads
             missing = layer.num_heads - number
             query = nn.functional.pad(query, (0, 0, 0, missing))
             key, value = (nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) for x in (key, value))
         with self.ranks.own_draws(layer.training):
             context, attentions = layer.attend_to(call, query, key, value, mix)
-        context = context[:, :, :number]
+        if not has_all:
+            context = context[:, :, :number]  # a page's are of all heads
+            mix = layer.mixture.take_heads(mix, number)
         if budget is not None and budget.head_mask is not None:
             context = context * self.ranks.part(budget.head_mask, 2)
-        mix = layer.mixture.take_heads(mix, number)
         macs = 4 * layer.hidden_size * layer.head_dim
         mask = call.padding_mask if call.token is None else call.kv_mask
         use = NestedUse(macs, call.all_tokens.shape[1], mask)
