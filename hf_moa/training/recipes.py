@@ -17,6 +17,9 @@ def translation_recipe(hidden_size: int = 512, warmup_steps: int = 4000) -> dict
 
     The rate peaks at `(hidden_size * warmup_steps) ** -0.5` after the warm-up: 7e-4 for the base model.
 
+    T5 from random weights is no such transformer: its embeddings start at a standard deviation of 1, and
+    hardly move under Adam. Give it Adafactor with relative steps (see `docs/pretrain.md`).
+
     Args:
         hidden_size: d of the model.
         warmup_steps: updates of the warm-up.
