@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corpora import multi30k
 from experiment import DATA_DIR, Experiment, Phase
 from figures import draw_line, panels, save
 from gate_measures import computed_at, layer_flops
@@ -45,7 +44,7 @@ from summaries import (
     time_and_machine,
     with_deviation,
 )
-from translation_runs import FLAGS, Translator, train_translation
+from translation_runs import FLAGS, held_out_text, on_references, train_translation
 from upcycling import write_upcycled
 
 from hf_moa.cli.command import load_checkpoint
@@ -154,27 +153,6 @@ def measure(settings: Settings, options: argparse.Namespace) -> dict:
             compute = outputs.compute_fraction.mean().item()
             measured |= computed_at(model, *LENGTHS, budget=budget, compute=compute)
     return measured
-
-
-def held_out_text(options: argparse.Namespace, folder: Path, limit: int | None = None) -> Translator:
-    files = multi30k(options.data_dir, options.models_dir)
-    return Translator(folder, files["test_source"], files["test_target"], limit=limit)
-
-
-def on_references(model, translator: Translator, **budget: float):
-    """The model's outputs for the sources and their references."""
-    import torch
-
-    encode = partial(translator.tokenizer, padding=True, return_tensors="pt")
-    source, target = encode(translator.sources), encode(text_target=translator.references)
-    labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, -100)
-    with torch.no_grad():
-        return model(
-            input_ids=source["input_ids"],
-            attention_mask=source["attention_mask"],
-            labels=labels,
-            **budget,
-        )
 
 
 def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:

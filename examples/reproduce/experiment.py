@@ -20,6 +20,7 @@ DATA_DIR = {"data_dir": ("folder of the corpora (see corpora.py); without it, th
 GLUE_DIR = {"data_dir": ("folder of GLUE's published TSV files; without it, the Hub's", None)}
 TATOEBA_DIR = {"data_dir": "folder of the corpora (see corpora.py); Tatoeba's is not on the Hub"}
 WORK_DIR = {"work_dir": ("for texts of the Hub", "runs")}
+PRECISION = {"precision": ("of training: bf16 or float32", "bf16")}
 
 
 @dataclass(frozen=True)

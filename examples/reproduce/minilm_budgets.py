@@ -21,18 +21,17 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiment import GLUE_DIR, Experiment, Phase
-from figures import draw_line, panels, save
+from against_cut import AgainstCut
+from experiment import GLUE_DIR, PRECISION, Experiment, Phase
+from figures import panels, save
 from runs import Results, Settings
-from scripts import TRAINER_FLAGS, Flags, budget_argument, claimed, read_json, run_script
-from summaries import Point, above_line, at_budget, by_seed, latest, time_and_machine, with_deviation
-
-from hf_moa.markdown import table
+from scripts import TRAINER_FLAGS, Flags, claimed, precision_flag, read_json, run_script
+from students import CCT, ITSELF, NESTED, PLAIN, WITH_BUDGETS, candidates, write_student
+from summaries import at_budget, time_and_machine
 
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
 NESTED_LAYERS = (6, 6, 6, 4)
@@ -47,10 +46,8 @@ TASKS = {
     "qnli": {"max_train_samples": 9_000, "num_train_epochs": 4},
     "mnli": {"max_train_samples": 9_000, "num_train_epochs": 4},
 }
-PLAIN, ITSELF, NESTED, CCT = "plain", "plain, distilled", "nested", "CCT"
 CUT = {"3 layers": (0, 2, 4), "2 layers": (0, 3)}  # the layers that stay
-GATED = (NESTED, CCT)
-MODELS = (PLAIN, ITSELF, *CUT, *GATED)
+MODELS = (PLAIN, ITSELF, *CUT, *WITH_BUDGETS)
 # the best of three for a model of as many layers, on SST-2 without distillation
 RATES = {**dict.fromkeys(MODELS, 1e-4), "2 layers": 2e-4}
 TRAINING: Flags = {
@@ -111,11 +108,9 @@ def trained(settings: Settings, options: argparse.Namespace) -> Path:
 
 def _train(settings: Settings, options: argparse.Namespace, folder: Path) -> dict:
     task, model = settings["task"], settings["model"]
-    if options.precision not in ("bf16", "float32"):
-        raise ValueError(f"--precision must be bf16 or float32 (got {options.precision}).")
     flags = {
         **TRAINING,
-        "bf16": options.precision == "bf16",
+        **precision_flag(options.precision),
         **TASKS[task],
         **({} if options.data_dir is None else {"data_dir": options.data_dir}),
         "model_name_or_path": options.model_name_or_path,
@@ -129,30 +124,26 @@ def _train(settings: Settings, options: argparse.Namespace, folder: Path) -> dic
     with tempfile.TemporaryDirectory() as start:
         make_student(model, teacher, task, options, start)
         flags |= {"model_name_or_path": start, "teacher": teacher}
-        if model in GATED:
+        if model in WITH_BUDGETS:
             flags |= OF_BUDGETS
         return read_run(run_script("run_glue", flags, folder), folder, task)
 
 
 def make_student(model: str, teacher: Path, task: str, options: argparse.Namespace, folder: str) -> None:
     """Write what a student starts from."""
-    from torch import nn
     from transformers import AutoTokenizer, BertForSequenceClassification
 
-    from hf_moa import importance, upcycle
-
-    student: Any = BertForSequenceClassification.from_pretrained(teacher)
-    if model in CUT:
-        student.bert.encoder.layer = nn.ModuleList(student.bert.encoder.layer[i] for i in CUT[model])
-        student.config.num_hidden_layers = len(CUT[model])
-    elif model in GATED:
-        scores = importance(student, training_batches(task, teacher, options))
-        if model == NESTED:
-            fields = {"nested_budgets": list(BUDGETS), "nested_layers": list(NESTED_LAYERS)}
-        else:
-            fields = {"cct_budgets": list(BUDGETS)}
-        student = upcycle(student, "mha", importance=scores, **fields)
-    student.save_pretrained(folder)
+    fields: dict[str, Any] = {
+        NESTED: {"nested_budgets": list(BUDGETS), "nested_layers": list(NESTED_LAYERS)},
+        CCT: {"cct_budgets": list(BUDGETS)},
+    }.get(model, {})
+    write_student(
+        BertForSequenceClassification.from_pretrained(teacher),
+        folder,
+        layers=len(CUT[model]) if model in CUT else None,
+        batches=lambda: training_batches(task, teacher, options),
+        **fields,
+    )
     AutoTokenizer.from_pretrained(teacher).save_pretrained(folder)
 
 
@@ -216,42 +207,32 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from hf_moa import upcycle
     from hf_moa.timing import compare
 
+    task = settings["task"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    run = {"task": settings["task"], "seed": settings["seed"]}
-    plain, cct = (
-        trained(run | {"model": model, "learning_rate": RATES[model]}, options) for model in (PLAIN, CCT)
+    run = {"task": task, "seed": settings["seed"]}
+    folders = {
+        name: trained(run | {"model": name, "learning_rate": RATES[name]}, options)
+        for name in (PLAIN, CCT)
+    }
+    batches = development_batches(settings, options, folders[PLAIN], device)
+
+    def run_all(model: Any, chosen: dict) -> None:
+        for batch in batches:
+            model.to(device)(**batch, **chosen)
+
+    timed = candidates(
+        MODELS,
+        BUDGETS,
+        folders,
+        lambda name, folder: make_student(name, folders[PLAIN], task, options, folder),
+        AutoModelForSequenceClassification,
+        run_all,
     )
-    batches = development_batches(settings, options, plain, device)
-    candidates = {}
-    for name in MODELS:
-        if name == ITSELF:  # as fast as the plain one
-            continue
-        with tempfile.TemporaryDirectory() as start:
-            folder: Any = {PLAIN: plain, CCT: cct}.get(name, start)
-            if folder is start:  # as fast before training as after it
-                make_student(name, plain, settings["task"], options, start)
-            model = AutoModelForSequenceClassification.from_pretrained(folder)
-        if name not in GATED:
-            model = upcycle(model, "mha")  # which computes its last layer for the first token only
-        model = model.to(device).eval()
-        for column, budget in columns(name).items():
-            candidates[column] = partial(run_all, model, batches, budget_argument(budget))
     with torch.inference_mode():
-        times = compare(candidates, turns=11, title="latency")
+        times = compare(timed, turns=11, title="latency")
     return {time.name: time.value / LATENCY_EXAMPLES for time in times}
-
-
-def run_all(model: Callable[..., Any], batches: list[dict], kwargs: dict[str, Any]) -> None:
-    for batch in batches:
-        model(**batch, **kwargs)
-
-
-def columns(model: str) -> dict[str, float | None]:
-    """What the report calls a model at each of its budgets -> the budget."""
-    return {at_budget(model, budget): budget for budget in (BUDGETS if model in GATED else (None,))}
 
 
 def report(results: Results, folder: Path) -> str:
@@ -259,103 +240,42 @@ def report(results: Results, folder: Path) -> str:
     parts = []
     tasks = [task for task in TASKS if results.find(task=task, model=PLAIN)]
     for size in BATCH_SIZES:
-        timed = [task for task in tasks if latest(results, task=task, latency_of_batch=size)]
+        timed = [task for task in tasks if runs_of(results, task).times(size)]
         if timed:
-            draw(results, timed, size, folder / f"accuracy_batch_{size}.svg")
+            figure, axes = panels(len(timed))
+            for axis, task in zip(axes, timed, strict=True):
+                runs_of(results, task).draw(axis, size)
+                axis.set_title(task.upper())
+                axis.set_xlabel(f"ms per example, batches of {size}")
+                axis.set_ylabel("development accuracy (%)")
+            save(figure, axes, folder / f"accuracy_batch_{size}.svg")
     for task in tasks:
         examples, epochs = TASKS[task]["max_train_samples"], TASKS[task]["num_train_epochs"]
+        of_task = runs_of(results, task)
         parts += [
             f"### {task.upper()}: {examples:,} training examples, {epochs} epochs",
-            task_table(results, task),
+            of_task.table(),
         ]
-        if any(latest(results, task=task, latency_of_batch=size) for size in BATCH_SIZES):
-            parts.append(table_against_cut(results, task))
+        if any(of_task.times(size) for size in BATCH_SIZES):
+            parts.append(of_task.table_against_cut())
         parts.append(time_and_machine(results, task=task))
     return "\n\n".join(parts)
 
 
-def task_table(results: Results, task: str) -> str:
-    """Accuracy, share of the gated compute, and time, of each model and budget."""
-    latency = {size: latest(results, task=task, latency_of_batch=size) for size in BATCH_SIZES}
-    rows = []
-    for model in MODELS:
-        for column, budget in columns(model).items():
-            accuracy = accuracies(results, task, model, budget)
-            if not accuracy:
-                continue
-            timed = PLAIN if model == ITSELF else column
-            times = [
-                f"{found[timed]:.2f} ({found[PLAIN] / found[timed]:.2f}x)" if found else "-"
-                for found in latency.values()
-            ]
-            compute = with_deviation(computes(results, task, model, budget), "{:.2f}")
-            rows.append([column, str(len(accuracy)), with_deviation(accuracy.values()), compute, *times])
-    heads = [f"ms per example, batch {size} (speed-up)" for size in BATCH_SIZES]
-    return table(["model", "seeds", "accuracy", "compute fraction", *heads], rows)
-
-
-def table_against_cut(results: Results, task: str) -> str:
-    """How far each budget is above what models of fewer layers give in the same time."""
-    rows = []
-    for model in GATED:
-        for column, budget in columns(model).items():
-            apart = (above_cut(results, task, model, budget, size) for size in BATCH_SIZES)
-            rows.append([column, *(with_deviation(values, sign=True) for values in apart)])
-    heads = [f"points above the cut models' line, batch {size}" for size in BATCH_SIZES]
-    return table(["model", *heads], rows)
-
-
-def above_cut(results: Results, task: str, model: str, budget: float | None, size: int) -> list[float]:
-    """Points of accuracy, of each seed that has the whole line."""
-    times = latest(results, task=task, latency_of_batch=size)
-    if not times:
-        return []
-
-    def point(model: str, budget: float | None) -> Point:
-        time = times[PLAIN if model == ITSELF else at_budget(model, budget)]
-        return dict.fromkeys(SEEDS, time), accuracies(results, task, model, budget)
-
-    line = [point(each, None) for each in (ITSELF, *CUT)]
-    cost, quality = point(model, budget)
-    of_line = set.intersection(*(set(values) for _, values in line))
-    return above_line((cost, {seed: y for seed, y in quality.items() if seed in of_line}), line)
-
-
-def accuracies(results: Results, task: str, model: str, budget: float | None) -> dict[int, float]:
-    """In per cent, by seed."""
-    found = by_seed(results, at_budget("accuracy", budget), task=task, model=model)
-    return {seed: 100 * value for seed, value in found.items()}
-
-
-def computes(results: Results, task: str, model: str, budget: float | None) -> list[float]:
-    if budget is None:
-        return []
-    return list(by_seed(results, at_budget("compute", budget), task=task, model=model).values())
-
-
-def draw(results: Results, tasks: list[str], size: int, path: Path) -> None:
-    """Accuracy against time in batches of a size: the cut models, and the two checkpoints."""
-    lines = {
-        "6, 3 and 2 layers, each distilled by itself": (ITSELF, *CUT),
-        "one checkpoint, nested budgets": (NESTED,),
-        "one checkpoint, CCT": (CCT,),
-    }
-    figure, axes = panels(len(tasks))
-    for axis, task in zip(axes, tasks, strict=True):
-        found = latest(results, task=task, latency_of_batch=size)
-        for style, (name, models) in enumerate(lines.items(), 1):
-            points = [
-                (found[PLAIN if model == ITSELF else column], list(values.values()))
-                for model in models
-                for column, budget in columns(model).items()
-                if (values := accuracies(results, task, model, budget))
-            ]
-            if points:
-                draw_line(axis, points, style, label=name)
-        axis.set_title(task.upper())
-        axis.set_xlabel(f"ms per example, batches of {size}")
-        axis.set_ylabel("development accuracy (%)")
-    save(figure, axes, path)
+def runs_of(results: Results, task: str) -> AgainstCut:
+    return AgainstCut(
+        results,
+        {"task": task},
+        measure="accuracy",
+        name="accuracy",
+        scale=100,
+        full="6 layers",
+        cut=tuple(CUT),
+        budgets=BUDGETS,
+        batch_sizes=BATCH_SIZES,
+        unit="ms per example",
+        seeds=SEEDS,
+    )
 
 
 EXPERIMENT = Experiment(
@@ -370,7 +290,7 @@ EXPERIMENT = Experiment(
         "model_name_or_path": "a pretrained BERT of 6 layers",
         "models_dir": "where plain models are kept, which teach, and CCT of the first seed, to be timed",
     },
-    optional={**GLUE_DIR, "precision": ("of training: bf16 or float32", "bf16")},
+    optional=GLUE_DIR | PRECISION,
     plan=lambda: [TRAINING, OF_BUDGETS, TASKS, CUT, NESTED_LAYERS, BUDGETS, IMPORTANCE_EXAMPLES],
 )
 

@@ -77,6 +77,17 @@ def as_argv(flags: Flags) -> list[str]:
     return argv
 
 
+def precision_flag(precision: str) -> Flags:
+    """What `--precision` means for a script.
+
+    Raises:
+        ValueError: it is neither bf16 nor float32.
+    """
+    if precision not in ("bf16", "float32"):
+        raise ValueError(f"--precision must be bf16 or float32 (got {precision}).")
+    return {"bf16": precision == "bf16"}
+
+
 def merged(flags: Flags, more: Flags) -> Flags:
     """Both; dicts of the same name, too, are put together."""
     result = {**flags, **more}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +100,21 @@ class Translator:
         folder: of the tokenizer.
         source, target: text files, line by line.
         limit: lines to translate; default: all.
+        batch_size: sentences that are translated together.
     """
 
     def __init__(
-        self, folder: str | Path, source: str, target: str, *, limit: int | None = None
+        self,
+        folder: str | Path,
+        source: str,
+        target: str,
+        *,
+        limit: int | None = None,
+        batch_size: int = 100,
     ) -> None:
         from transformers import AutoTokenizer
 
+        self.batch_size = batch_size
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.sources, self.references = (
             [line.strip() for line in read_lines(path)][:limit] for path in (source, target)
@@ -122,9 +132,9 @@ class Translator:
         if new_tokens is not None:
             length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
         found = []
-        for i in range(0, len(self.sources), 100):
+        for i in range(0, len(self.sources), self.batch_size):
             batch = self.tokenizer(
-                self.sources[i : i + 100],
+                self.sources[i : i + self.batch_size],
                 padding=True,
                 truncation=True,
                 max_length=FLAGS["max_source_length"],
@@ -144,3 +154,29 @@ class Translator:
         from sacrebleu.metrics import BLEU
 
         return BLEU().corpus_score(self.translate(model, **kwargs), [self.references]).score
+
+
+def held_out_text(
+    options: argparse.Namespace, folder: str | Path, limit: int | None = None, batch_size: int = 100
+) -> Translator:
+    """Multi30k's test text, and the tokenizer of a folder."""
+    files = multi30k(options.data_dir, options.models_dir)
+    return Translator(
+        folder, files["test_source"], files["test_target"], limit=limit, batch_size=batch_size
+    )
+
+
+def on_references(model, translator: Translator, **budget: float):
+    """The model's outputs for the sources and their references."""
+    import torch
+
+    encode = partial(translator.tokenizer, padding=True, return_tensors="pt")
+    source, target = encode(translator.sources), encode(text_target=translator.references)
+    labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, -100)
+    with torch.no_grad():
+        return model(
+            input_ids=source["input_ids"],
+            attention_mask=source["attention_mask"],
+            labels=labels,
+            **budget,
+        )

@@ -286,11 +286,41 @@ def test_budgets_of_one_checkpoint_against_cut_models(
     assert set(rows[-1]["measured"]) == {
         "plain",
         "2 layers",
-        *(f"{model} at {budget:g}" for model in module.GATED for budget in module.BUDGETS),
+        *(f"{model} at {budget:g}" for model in module.WITH_BUDGETS for budget in module.BUDGETS),
     }
     shown = report_of(module, results, tmp_path, capsys)
     assert "| nested at 0.25 | 2 |" in shown
     assert (tmp_path / "accuracy_batch_32.svg").is_file()
+
+
+@pytest.mark.slow
+def test_budgets_of_one_translation_model_against_cut_ones(reproduce, data_dir, tmp_path, capsys):
+    module = reproduce("translation_budgets")
+    module.IMPORTANCE_PAIRS = 8
+    sizes = {**TINY_T5, "d_model": 16, "num_layers": 2, "dropout_rate": 0}
+    short = {"max_steps": 2}
+    module.FIRST |= {"vocab_size": 300, "config_overrides": sizes, **short}
+    module.FURTHER |= short
+    module.CUT.clear()
+    module.CUT["1 + 1 layers"] = 1
+    module.MODELS = tuple(name for name in module.MODELS if name != "2 + 2 layers")
+    module.BUDGETS, module.NESTED_LAYERS = (1.0, 0.5, 0.25), (2, 2, 1)
+    module.LATENCY_SENTENCES, module.LATENCY_TOKENS = 4, 3
+    results = tmp_path / "results.jsonl"
+    models = tmp_path / "models"
+    argv = ["--data_dir", data_dir, "--results", str(results), "--models_dir", str(models)]
+    module.EXPERIMENT.main([*argv, "--precision", "float32"])
+    rows = rows_of(results)
+    assert [row["settings"].get("model") for row in rows] == [*module.MODELS, None, None]
+    assert {path.name for path in models.iterdir() if path.is_dir()} == {"plain-1"}
+    nested = next(row["measured"] for row in rows if row["settings"].get("model") == "nested")
+    assert nested["compute at 1"] == 1
+    assert nested["compute at 0.25"] < nested["compute at 0.5"] < 0.6
+    budgets = {f"nested at {budget:g}" for budget in module.BUDGETS}
+    assert set(rows[-1]["measured"]) == {"plain", "1 + 1 layers", *budgets}
+    shown = report_of(module, results, tmp_path, capsys)
+    assert "| nested at 0.25 | 1 |" in shown
+    assert (tmp_path / "bleu.svg").is_file()
 
 
 @pytest.mark.slow
