@@ -25,14 +25,17 @@ def adafactor_arguments(args: TrainingArguments) -> dict[str, Any]:
         >>> MoaTrainingArguments("out", optim="adafactor", optim_args="scale_parameter=True",
         ...                      learning_rate=3e-2)
     """
-    given = (args.optim_args or "").replace(" ", "")
-    if args.optim != "adafactor" or not given:
+    if args.optim != "adafactor":
         return {}
-    if given not in ("scale_parameter=True", "scale_parameter=False"):
+    forms: dict[str, dict[str, Any]] = {
+        "": {},
+        "scale_parameter=False": {},
+        "scale_parameter=True": {"scale_parameter": True, "eps": (1e-30, SMALLEST_SIZE)},
+    }
+    given = (args.optim_args or "").replace(" ", "")
+    if given not in forms:
         raise ValueError(
             "optim_args of adafactor must be scale_parameter=True, for steps relative to the size of "
             f"the weights, or scale_parameter=False (got {args.optim_args!r})."
         )
-    if given == "scale_parameter=False":
-        return {}
-    return {"scale_parameter": True, "eps": (1e-30, SMALLEST_SIZE)}
+    return forms[given]
