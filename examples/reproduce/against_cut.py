@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from figures import draw_line
@@ -40,7 +40,6 @@ class AgainstCut:
     batch_sizes: tuple[int, ...]
     unit: str
     scale: float = 1.0
-    seeds: tuple[int, ...] = field(default=(1, 2, 3))
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -104,7 +103,8 @@ class AgainstCut:
 
         def point(model: str, budget: float | None) -> Point:
             time = times[timed_as(at_budget(model, budget), model)]
-            return dict.fromkeys(self.seeds, time), self.qualities(model, budget)
+            quality = self.qualities(model, budget)
+            return dict.fromkeys(quality, time), quality
 
         line = [point(each, None) for each in (ITSELF, *self.cut)]
         cost, quality = point(model, budget)

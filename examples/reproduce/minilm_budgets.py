@@ -220,7 +220,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 
     def run_all(model: Any, chosen: dict) -> None:
         for batch in batches:
-            model.to(device)(**batch, **chosen)
+            model(**batch, **chosen)
 
     timed = candidates(
         MODELS,
@@ -229,6 +229,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
         lambda name, folder: make_student(name, folders[PLAIN], task, options, folder),
         AutoModelForSequenceClassification,
         run_all,
+        device=device,
     )
     with torch.inference_mode():
         times = compare(timed, turns=11, title="latency")
@@ -274,7 +275,6 @@ def runs_of(results: Results, task: str) -> AgainstCut:
         budgets=BUDGETS,
         batch_sizes=BATCH_SIZES,
         unit="ms per example",
-        seeds=SEEDS,
     )
 
 

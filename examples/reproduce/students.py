@@ -70,6 +70,8 @@ def candidates(
     make_student: Callable[[str, str], None],
     auto_class: Any,
     run: Callable[[Any, dict], Any],
+    *,
+    device: str = "cpu",
 ) -> dict[str, Callable[[], Any]]:
     """What is timed: each model at each of its budgets, all of this package's classes.
 
@@ -78,6 +80,7 @@ def candidates(
         trained: folders of those whose time depends on what they learned. The others are as fast before
             training as after it, and made by `make_student(name, folder)`.
         run: of a model, with what chooses the budget.
+        device: of the models.
     """
     from hf_moa import upcycle
 
@@ -88,8 +91,9 @@ def candidates(
         with tempfile.TemporaryDirectory() as start:
             if name not in trained:
                 make_student(name, start)
-            model = auto_class.from_pretrained(trained.get(name, start)).eval()
-        model = model if name in WITH_BUDGETS else upcycle(model, "mha").eval()
+            model = auto_class.from_pretrained(trained.get(name, start))
+        model = model if name in WITH_BUDGETS else upcycle(model, "mha")
+        model = model.to(device).eval()
         for column, budget in columns(name, budgets).items():
             found[column] = partial(run, model, budget_argument(budget))
     return found

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from against_cut import AgainstCut
@@ -32,14 +31,14 @@ from scripts import (
     TRAINER_FLAGS,
     Flags,
     budget_argument,
-    claimed,
     precision_flag,
     read_json,
     run_script,
+    run_script_once,
 )
 from students import ITSELF, NESTED, PLAIN, candidates, columns, write_student
 from summaries import at_budget, time_and_machine
-from translation_runs import held_out_text, on_references
+from translation_runs import held_out_text, labelled, on_references
 
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
 NESTED_LAYERS = (3, 2, 2, 1)
@@ -127,24 +126,25 @@ def _measured(folder: Path, model: str, options: argparse.Namespace) -> dict:
 def teacher_of(seed: int, options: argparse.Namespace) -> Path:
     """The folder of the plain model, which is trained first if it is not there."""
     folder = Path(options.models_dir, f"{PLAIN}-{seed}")
-    with claimed(folder):
-        if not (folder / "all_results.json").is_file():
-            train(PLAIN, seed, options, folder)
+    run_script_once("run_translation", training_flags(seed, options) | FIRST, folder)
     return folder
 
 
 def train(model: str, seed: int, options: argparse.Namespace, folder: Path) -> None:
-    files = multi30k(options.data_dir, options.models_dir)
-    texts = {name: files[name] for name in ("train_source", "train_target")}
-    flags = {**TRAINING, **precision_flag(options.precision), **texts, "seed": seed}
-    if model == PLAIN:
-        run_script("run_translation", {**flags, **FIRST}, folder)
-        return
+    """Train a student."""
     teacher = teacher_of(seed, options)
     with tempfile.TemporaryDirectory() as start:
         make_student(model, teacher, options, start)
-        flags |= {**FURTHER, "model_name_or_path": start, "teacher": teacher}
-        run_script("run_translation", flags | (OF_BUDGETS if model == NESTED else {}), folder)
+        further = FURTHER | (OF_BUDGETS if model == NESTED else {})
+        flags = training_flags(seed, options) | further
+        run_script("run_translation", flags | {"model_name_or_path": start, "teacher": teacher}, folder)
+
+
+def training_flags(seed: int, options: argparse.Namespace) -> Flags:
+    """Of all models."""
+    files = multi30k(options.data_dir, options.models_dir)
+    texts = {name: files[name] for name in ("train_source", "train_target")}
+    return {**TRAINING, **precision_flag(options.precision), **texts, "seed": seed}
 
 
 def make_student(model: str, teacher: Path, options: argparse.Namespace, folder: str) -> None:
@@ -171,13 +171,10 @@ def training_batches(tokenizer: Path, options: argparse.Namespace) -> list[dict]
         [line.strip() for line in read_lines(files[f"train_{side}"])][:IMPORTANCE_PAIRS]
         for side in ("source", "target")
     )
-    encode = partial(AutoTokenizer.from_pretrained(tokenizer), padding=True, return_tensors="pt")
-    batches = []
-    for i in range(0, len(sources), 64):
-        target = encode(text_target=targets[i : i + 64])
-        labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, -100)
-        batches.append({**encode(sources[i : i + 64]), "labels": labels})
-    return batches
+    tokenize = AutoTokenizer.from_pretrained(tokenizer)
+    return [
+        labelled(tokenize, sources[i : i + 64], targets[i : i + 64]) for i in range(0, len(sources), 64)
+    ]
 
 
 def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str, float]:
@@ -212,7 +209,6 @@ def report(results: Results, folder: Path) -> str:
         budgets=BUDGETS,
         batch_sizes=BATCH_SIZES,
         unit="ms per sentence",
-        seeds=SEEDS,
     )
     if timed := [size for size in BATCH_SIZES if runs.times(size)]:
         figure, axes = panels(len(timed))

@@ -166,17 +166,18 @@ def held_out_text(
     )
 
 
+def labelled(tokenizer: Any, sources: list[str], targets: list[str]) -> dict[str, Any]:
+    """A model's arguments for sentences and their translations."""
+    encode = partial(tokenizer, padding=True, return_tensors="pt")
+    source, target = encode(sources), encode(text_target=targets)
+    labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, -100)
+    return {**source, "labels": labels}
+
+
 def on_references(model, translator: Translator, **budget: float):
     """The model's outputs for the sources and their references."""
     import torch
 
-    encode = partial(translator.tokenizer, padding=True, return_tensors="pt")
-    source, target = encode(translator.sources), encode(text_target=translator.references)
-    labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, -100)
+    batch = labelled(translator.tokenizer, translator.sources, translator.references)
     with torch.no_grad():
-        return model(
-            input_ids=source["input_ids"],
-            attention_mask=source["attention_mask"],
-            labels=labels,
-            **budget,
-        )
+        return model(**batch, **budget)
