@@ -1,5 +1,6 @@
 """CCT: what skipping saves, on whole encoders whose gates are open at random."""
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -19,7 +20,7 @@ SHARES = (1.0, 0.8, 0.5, 0.33, 0.2, 0.1)
 
 def measure(*, turns: int, dtype: torch.dtype, compiled: bool = False) -> Iterator[Table]:
     """6 layers, 128 tokens. Control networks are computed, and their decisions replaced. Compiled, all
-    is computed whatever they decide."""
+    is computed whatever they decide, except by the kernels for GPUs in half precision."""
     device = torch.get_default_device().type
     for hidden_size, heads in SIZES[device]:
         sizes = {
@@ -35,12 +36,9 @@ def measure(*, turns: int, dtype: torch.dtype, compiled: bool = False) -> Iterat
         )
         for batch in BATCHES[device]:
             ids = torch.randint(0, 1000, (batch, 128))
+            size = f"batch {batch}, d={hidden_size}"
             if compiled:
-                gated.set_cct_execution("dense")
-                models = {"BertModel": plain, "CCT, dense": gated}
-                candidates = {name: forward(each, ids, compiled=True) for name, each in models.items()}
-                title = f"CCT, batch {batch}, d={hidden_size}"
-                yield Table("cct", title, compare(candidates, turns=turns, title=title))
+                yield from compiled_tables(plain, gated, ids, size, turns=turns)
                 continue
             for share in SHARES:
                 candidates: dict[str, Callable] = {"BertModel": forward(plain, ids)}
@@ -49,9 +47,35 @@ def measure(*, turns: int, dtype: torch.dtype, compiled: bool = False) -> Iterat
                     candidates[f"CCT, {execution}"] = run
                 yield Table(
                     group="cct",
-                    title=f"CCT, {share:.0%} of the gates open, batch {batch}, d={hidden_size}",
+                    title=f"CCT, {share:.0%} of the gates open, {size}",
                     results=compare(candidates, turns=turns, title=f"cct {share}"),
                 )
+
+
+def compiled_tables(
+    plain: nn.Module, gated: nn.Module, ids: torch.Tensor, size: str, *, turns: int
+) -> Iterator[Table]:
+    """Each model is compiled once: the share of open gates is a number on the device."""
+    share_open = torch.ones(())
+    candidates = {"BertModel": forward(plain, ids, compiled=True)}
+    shares, executions = (1.0,), ["dense"]
+    if ids.is_cuda:
+        shares, executions = SHARES, ["dense", "sparse"]
+    for execution in executions:
+        model = copy.deepcopy(gated)
+        model.set_cct_execution(execution)
+        model.set_cct_gates(partial(drawn, share_open))
+        candidates[f"CCT, {execution}"] = forward(model, ids, compiled=True)
+    for share in shares:
+        share_open.fill_(share)
+        of_gates = f"{share:.0%} of the gates open, " if len(shares) > 1 else ""
+        title = f"CCT, {of_gates}{size}"
+        yield Table("cct", title, compare(candidates, turns=turns, title=title))
+
+
+def drawn(share: torch.Tensor, network: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Gates `[B, T, n]` of a `ControlNetwork`, open at random."""
+    return (torch.rand(*x.shape[:-1], network.num_gates) < share).to(x.dtype)
 
 
 def run_gated(run: Callable[[], object], model: nn.Module, execution: str, share: float) -> object:

@@ -1,7 +1,7 @@
 """CCT's part in one attention layer (Bapna et al. 2020): which tokens take part.
 
 This is the plain form: every token is computed, and multiplied by its gates. `sparse_attention.py`
-computes the same of the tokens with open gates only.
+computes the same of the tokens with open gates only, and so does `open_tokens.py` on a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from .budgets import Budget
 from .compact_cache import spread_compact
 from .control import ControlNetwork
 from .costs import AttentionCost, AttentionUse, used_and_full
+from .open_tokens import (
+    OpenTokens,
+    attend_open_tokens,
+    attends_open_tokens,
+    output_of_open_tokens,
+)
 from .sparse_attention import attend_sparsely, may_skip, output_of_subset
 
 
@@ -126,6 +132,8 @@ class AttentionGates(nn.Module):
             gates = gates._replace(query=call.token.gather(gates.query))
         if call.budget is not None and call.budget.is_plain:
             return self.attend_all(layer, call, gates, mix, record, all_open=True)
+        if attends_open_tokens(self, layer, call):
+            return attend_open_tokens(self, layer, call, gates, mix, record)
         if may_skip(self, call, gates.query):
             return attend_sparsely(self, layer, call, gates, mix, record)
         return self.attend_all(layer, call, gates, mix, record)
@@ -176,6 +184,8 @@ class AttentionGates(nn.Module):
 
     def output(self, layer: AttentionFlow, linear: nn.Module, attended: Attended) -> Tensor:
         """See `AttentionFlow.output`, where tokens were skipped: they add the projection's bias only."""
+        if isinstance(attended.subset, OpenTokens):
+            return output_of_open_tokens(layer, linear, attended)
         return output_of_subset(layer, linear, attended)
 
     def prepare_cache(self, place: CachePlace) -> None:

@@ -71,7 +71,7 @@ def choose_execution(wanted: str, *parts: GatedParts) -> Execution:
 
     Args:
         wanted: "sparse", "dense", or "auto": the faster one, as measured on a CPU; dense on an
-            accelerator, where one would have to wait for the gates.
+            accelerator, where one would have to wait for the gates (`open_tokens.py` need not).
         parts: those that are computed together.
     """
     first = parts[0].gates

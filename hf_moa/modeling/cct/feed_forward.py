@@ -2,7 +2,7 @@
 
 `FeedForwardGate` gates slices of a dense layer's hidden activation; `GatedFeedForward` has M networks of
 their own, each with the paper's LayerNorms. Which of the two computes only some of the tokens, and how,
-is in `sparse_feed_forward.py`.
+is in `sparse_feed_forward.py`, and for a GPU in `open_tokens.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .budgets import Budget
 from .control import ControlNetwork
 from .costs import FeedForwardUse
 from .execution import Execution, GatedParts, choose_execution
+from .open_tokens import computes_open_slices, open_slices
 from .sparse_feed_forward import sparse_parts, sparse_slices, sparse_slices_of_ranks
 
 
@@ -106,6 +107,9 @@ class FeedForwardGate(nn.Module):
         """A dense layer with its slices gated; see `feed_forward.layers.gated_dense`."""
         gates, record = self(x, padding_mask, budget)
         execution = self.choose_execution(gates, budget)
+        all_open = execution is Execution.ALL_OPEN
+        if not all_open and computes_open_slices(self, x, gates, up, down):
+            return open_slices(x, gates, up=up, activation=activation, down=down), record
         if execution is Execution.SUBSET:
             if is_plain(down) and all(map(is_plain, up)):
                 return sparse_slices(x, gates, up=up, activation=activation, down=down), record
@@ -115,7 +119,7 @@ class FeedForwardGate(nn.Module):
                 )
                 return output, record
         hidden = activation(*(matrix(x) for matrix in up))
-        return down(hidden if execution is Execution.ALL_OPEN else self.split(hidden, gates)), record
+        return down(hidden if all_open else self.split(hidden, gates)), record
 
     def count_macs(self, x: Tensor, *args: object, **kwargs: object) -> Macs:
         return Macs(0, 0, x.shape[:-1].numel() * self.num_splits * self.part_cost)

@@ -167,7 +167,7 @@ def _multiply_experts(
             mask=exists[:, None] & exists_b[None, :],
             other=0.0,
         )
-        if sums is not None:  # noqa: SIM102 -- known to the compiler, and the next is not
+        if sums is not None:
             if tl.program_id(2) == 0:
                 sum_a += tl.sum(part_a.to(tl.float32), 0)
         if scale is not None:
@@ -179,7 +179,7 @@ def _multiply_experts(
         total.to(out.dtype.element_ty),
         mask=exists_a[:, None] & exists_b[None, :],
     )
-    if sums is not None:  # noqa: SIM102
+    if sums is not None:
         if tl.program_id(2) == 0:
             tl.store(sums + expert * width_a + columns_a, sum_a.to(sums.dtype.element_ty), mask=exists_a)
 

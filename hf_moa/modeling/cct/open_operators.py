@@ -1,0 +1,93 @@
+"""The operators of CCT's form for GPUs (`open_tokens.py`): their names, schemas and shapes.
+
+`open_tokens_gpu.py` computes them, and says what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..core.operators import define, library_name
+
+
+def open_operators() -> Any:
+    """PyTorch's names for them."""
+    return getattr(torch.ops, _OPEN_LIBRARY)
+
+
+def _open_computed_by(x: Tensor) -> dict[str, Callable[..., Any]]:
+    from .open_tokens_gpu import OPERATORS
+
+    return OPERATORS
+
+
+def _compute_open(name: str, x: Tensor, *args: Any) -> Any:
+    return _open_computed_by(x)[name](x, *args)
+
+
+# those of the functions in `open_tokens_gpu.py`, whose import takes Triton's
+_OPEN_SCHEMAS = {
+    "order_tokens": "(Tensor gates, bool sort) -> (Tensor, Tensor, Tensor, Tensor)",
+    "project_tokens": "(Tensor x, Tensor order, Tensor rank, Tensor[] weights, Tensor[] biases, "
+    "SymInt[] gates, str activation, bool at_tokens) -> Tensor[]",
+    "combine_tokens": "(Tensor x, Tensor order, Tensor patterns, Tensor weight, Tensor? bias, "
+    "SymInt parts) -> Tensor",
+    "attend_tokens": "(Tensor query, Tensor key, Tensor value, Tensor query_order, Tensor query_rank, "
+    "Tensor key_order, Tensor key_rank, Tensor? mask, Tensor? bias, SymInt batch, SymInt head_dim, "
+    "float scaling, bool causal) -> Tensor",
+}
+_OPEN_LIBRARY = library_name(_OPEN_SCHEMAS)
+
+
+def _register_open() -> None:
+    defined = define(_OPEN_SCHEMAS, _compute_open)
+    if defined:
+        _register_open_shapes(defined)
+        _register_open_flops()
+
+
+def _register_open_shapes(defined: dict[str, Any]) -> None:
+    @defined["order_tokens"].register_fake
+    def _(gates, sort):
+        number, parts = gates.shape
+        shapes = (parts, number), (parts, number + 1), (number,), (number if sort else 0,)
+        return tuple(gates.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+    @defined["project_tokens"].register_fake
+    def _(x, order, rank, weights, biases, gates, activation, at_tokens):
+        sizes = [weight.shape[0] for weight in weights]
+        return [x.new_empty(x.shape[0], size) for size in ([sum(sizes)] if at_tokens else sizes)]
+
+    @defined["combine_tokens"].register_fake
+    def _(x, order, patterns, weight, bias, parts):
+        return x.new_empty(x.shape[0], weight.shape[0])
+
+    @defined["attend_tokens"].register_fake
+    def _(query, key, value, query_order, *others):
+        return query.new_empty(query_order.shape[0], query.shape[1])
+
+
+def _register_open_flops() -> None:
+    """Tell `torch.utils.flop_counter` what the operators multiply, if all gates are open."""
+
+    @register_flop_formula(open_operators().project_tokens)
+    def _(x, order, rank, weights, *args, **kwargs) -> int:
+        return 2 * x[0] * sum(rows * columns for rows, columns in weights)
+
+    @register_flop_formula(open_operators().combine_tokens)
+    def _(x, order, patterns, weight, *args, **kwargs) -> int:
+        return 2 * x[0] * weight[0] * weight[1]
+
+    @register_flop_formula(open_operators().attend_tokens)
+    def _(
+        query, key, value, query_order, query_rank, key_order, key_rank, mask, bias, batch, *a, **k
+    ) -> int:
+        return 4 * query_order[0] * (key_order[0] // batch) * query[1]
+
+
+_register_open()
