@@ -6,7 +6,8 @@ for row in benchmark(model, batch):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ def benchmark(
     *,
     budgets: Sequence[Any] | None = None,
     turns: int = 11,
+    compiled: bool = False,
 ) -> list[dict[str, Any]]:
     """Time a forward of a model in eval, in turns with the plain model.
 
@@ -38,6 +40,8 @@ def benchmark(
         batch: arguments of the model. How much CCT computes depends on the text.
         budgets: default: each that the model knows, largest first.
         turns: how often each is timed.
+        compiled: time both as torch.compile makes them, on a GPU in CUDA graphs, which take Python out
+            of the time. Each budget of nested budgets is a graph of its own.
 
     Returns:
         One dict each for the plain model: the same class and sizes without gates, of random weights,
@@ -59,8 +63,8 @@ def benchmark(
     chosen = config.listed_budgets if budgets is None else list(budgets)
     before = config.cct_execution
     try:
-        with in_eval_mode(model):
-            rows, runs = _rows_and_runs(model, batch, chosen)
+        with in_eval_mode(model), _compiler(compiled, model.device) as compile_model:
+            rows, runs = _rows_and_runs(model, batch, chosen, compile_model)
             times = compare({str(i): run for i, run in enumerate(runs)}, turns=turns, title="benchmark")
     finally:
         if config.has_cct:
@@ -71,8 +75,36 @@ def benchmark(
     ]
 
 
+@contextmanager
+def _compiler(compiled: bool, device: torch.device) -> Iterator[Callable[[nn.Module], Callable]]:
+    """What makes a model fast: torch.compile, or nothing."""
+    if not compiled:
+        yield lambda model: model
+        return
+
+    def compile_model(model: nn.Module) -> Callable:
+        mode = "reduce-overhead" if device.type == "cuda" else None
+        graph = torch.compile(model, mode=mode)
+
+        def call(**arguments: Any) -> Any:
+            torch.compiler.cudagraph_mark_step_begin()  # what the last call returned is not kept
+            return graph(**arguments)
+
+        return call
+
+    # the plain model, and each budget and execution of the gated one, have the same code
+    with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+        yield compile_model
+
+
+_MOST_GRAPHS = 64
+
+
 def _rows_and_runs(
-    model: GatedPreTrainedModel, batch: Mapping[str, Tensor], chosen: list[Any]
+    model: GatedPreTrainedModel,
+    batch: Mapping[str, Tensor],
+    chosen: list[Any],
+    compile_model: Callable[[nn.Module], Callable],
 ) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
     """What to time, and what the table says of each."""
     config = model.config
@@ -80,13 +112,13 @@ def _rows_and_runs(
     plain = plain.to(model.device, model.dtype).eval()
     name = f"{type(model).__name__} without gates"
     rows = [{"model": name, "budget": None, "execution": None, "compute_fraction": None}]
-    runs: list[Callable[[], object]] = [partial(plain, **batch)]
-    before = config.cct_execution
+    runs: list[Callable[[], object]] = [partial(compile_model(plain), **batch)]
+    before, gated = config.cct_execution, compile_model(model)
 
     def run(execution: str, arguments: dict[str, Any]) -> Any:
-        if config.has_cct:
+        if config.has_cct and config.cct_execution != execution:
             model.set_cct_execution(execution)
-        return model(**arguments)
+        return gated(**arguments)
 
     for budget in chosen or [None]:
         arguments = dict(batch) if budget is None else {**batch, "budget": budget}

@@ -64,3 +64,23 @@ def test_budgets_need_cct():
     with pytest.raises(ValueError, match="turns must be at least 2"):
         benchmark(case.build(), case.inputs(), turns=1)
     assert not torch.is_inference_mode_enabled()
+
+
+def test_both_are_compiled(monkeypatch):
+    graphs, made = [], torch.compile
+
+    def compile_model(model, **kwargs):
+        graphs.append(type(model).__name__)
+        return made(model, backend="eager", **kwargs | {"mode": None})
+
+    monkeypatch.setattr(torch, "compile", compile_model)
+    case = CASE["BertForMaskedLM"]
+    torch.compiler.reset()
+    limit = torch._dynamo.config.recompile_limit
+    model = case.build(cct_budgets=[1, 0.5], num_hidden_layers=1)
+    rows = benchmark(model, case.inputs(), turns=2, compiled=True)
+    assert graphs == ["MoaBertForMaskedLM"] * 2
+    assert [row["execution"] for row in rows] == [None, "dense", "auto", "auto"]
+    expected = [model.eval()(**case.inputs(), budget=b).compute_fraction.mean().item() for b in (1, 0.5)]
+    assert [rows[i]["compute_fraction"] for i in (1, 3)] == pytest.approx(expected)
+    assert torch._dynamo.config.recompile_limit == limit

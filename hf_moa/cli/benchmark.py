@@ -39,6 +39,9 @@ def add(commands: Any) -> None:
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s"
     )
     parser.add_argument("--device", help="such as cuda (default: cpu)")
+    parser.add_argument(
+        "--compile", action="store_true", help="by torch.compile, on a GPU in CUDA graphs"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -57,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
     move(model, args.device, dtype=getattr(torch, args.dtype))
     model = gated_model_of(model)
     batch = {name: x.to(model.device) for name, x in _batch(args, model).items()}
-    rows = benchmark(model, batch, budgets=args.budgets, turns=args.turns)
+    rows = benchmark(model, batch, budgets=args.budgets, turns=args.turns, compiled=args.compile)
     if args.json:
         print(json.dumps({"environment": environment(), "rows": rows}, indent=1))
         return 0
     shape = "x".join(map(str, batch["input_ids"].shape))
     print(
-        f"{device_name(model.device)}, {args.dtype}, {shape} "
+        f"{device_name(model.device)}, {args.dtype}, {'compiled, ' if args.compile else ''}{shape} "
         f"{'random tokens' if args.data is None else 'tokens of ' + args.data}\n"
     )
     print(_table(rows))
