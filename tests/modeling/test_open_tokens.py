@@ -87,19 +87,19 @@ def test_order(interpreted, number, parts, share):
 @pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("at_tokens", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("strides", ["linear", "conv1d", "of both"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gates", [(0,), (0, 1, 1), (0, 1, 2, 3), (1, 0)])
-def test_projections(
-    interpreted, gates, activation, transposed, bias, at_tokens, share, dtype, tolerance
-):
+def test_projections(interpreted, gates, activation, strides, bias, at_tokens, share, dtype, tolerance):
     number, width, sizes = 150, 48, [32, 64, 64, 16][: len(gates)]
     if at_tokens:
         sizes = [32] * len(gates)
     x = torch.randn(number, width).to(dtype)
     is_open = random_gates(number, max(gates) + 1, share=share)
     weight = torch.randn(sum(sizes), width).to(dtype) / 7
-    weights = (weight.t().contiguous().t() if transposed else weight).split(sizes)
+    weights = list((weight if strides == "linear" else weight.t().contiguous().t()).split(sizes))
+    if strides == "of both":
+        weights[0] = weights[0].contiguous()
     biases = list(torch.randn(sum(sizes)).to(dtype).split(sizes)) if bias else []
     order, rank, _, _ = interpreted.order_tokens(is_open, False)
     found = interpreted.project_tokens(x, order, rank, weights, biases, gates, activation, at_tokens)
@@ -421,13 +421,15 @@ FITS = {"dtype": torch.bfloat16, "width": 64, "ffn": 256, "splits": 4, "heads": 
         ({"attention_type": "moa", "num_attention_experts": 8}, (False, True)),
         ({"hook": "attention.self.key"}, (False, True)),
         ({"hook": "output.dense"}, (True, False)),
+        ({"without_bias": "attention.self.key"}, (False, True)),
+        ({"without_bias": "output.dense"}, (True, True)),
         ({"mask": torch.float32}, (False, True)),
         ({"mask": torch.bool}, (True, True)),
     ],
 )
 def test_where_it_is_taken(change, expected, monkeypatch):
     others = {"device": "cuda", "has_driver": True, "has_grad": False, "training": False, "hook": None}
-    others |= {"execution": "sparse", "implementation": "sdpa", "mask": None}
+    others |= {"execution": "sparse", "implementation": "sdpa", "mask": None, "without_bias": None}
     settings = FITS | others | change
     monkeypatch.setattr(open_tokens, "kernels_run_on", lambda device: settings["has_driver"])
     config = MoaBertConfig(
@@ -445,6 +447,8 @@ def test_where_it_is_taken(change, expected, monkeypatch):
     layer = MoaBertLayer(config, 0).to(settings["dtype"]).train(settings["training"])
     if settings["hook"] is not None:
         layer.get_submodule(settings["hook"]).register_forward_hook(lambda *_: None)
+    if settings["without_bias"] is not None:
+        layer.get_submodule(settings["without_bias"]).bias = None
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(settings["has_grad"]):
         x = torch.empty(2, 5, settings["width"], device=settings["device"], dtype=settings["dtype"])
         mask = None

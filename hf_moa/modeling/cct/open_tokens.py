@@ -94,7 +94,9 @@ def attends_open_tokens(module: Any, layer: AttentionFlow, call: AttentionCall) 
     if mask is None and layer.is_causal and length not in (1, keys):
         return False
     sizes = x.shape[-1], call.source.shape[-1]
-    linears = [linear for linear, _ in layer.head_projections]
+    linears: list[Any] = [linear for linear, _ in layer.head_projections]
+    if len({linear.bias is None for linear in linears if is_plain(linear)}) > 1:
+        return False  # keys without a bias, as some have, would need a product of their own
     return layer.head_dim in _HEAD_DIMS and _are_fit(x, linears, *sizes)
 
 

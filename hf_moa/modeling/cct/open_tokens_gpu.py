@@ -301,12 +301,12 @@ def _attend(
     bias, and value 0.
 
     A query sees what `mask` says, and `visible` how many keys that are; without a mask all, or CAUSAL,
-    those up to it. `bias` is added to the scores, if it is not None. Programs: tiles of QUERIES
-    positions, times sequences, times heads."""
-    sequence, head = tl.program_id(1), tl.program_id(2)
+    those up to it. `bias` is added to the scores, if it is not None. Programs: sequences times heads,
+    times tiles of QUERIES positions."""
+    sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     query_rank += sequence * num_queries
     key_rank += sequence * num_keys
-    first_query = tl.load(query_rank) + tl.program_id(0) * QUERIES
+    first_query = tl.load(query_rank) + tl.program_id(1) * QUERIES
     last_query = tl.load(query_rank + num_queries)
     if first_query >= last_query:
         return
@@ -334,7 +334,7 @@ def _attend(
         all_keys = positions + 1
         last_key = first_key + tl.max(tl.where(exists, sees, 0), 0)
     if bias is not None:
-        bias += sequence.to(tl.int64) * bias_batch + head * bias_head
+        bias += sequence.to(tl.int64) * bias_batch + head.to(tl.int64) * bias_head
 
     largest = tl.zeros((QUERIES,), dtype=tl.float32) + float("-inf")
     total = tl.zeros((QUERIES,), dtype=tl.float32)
@@ -455,7 +455,7 @@ def project_tokens(
     Args:
         x: `[n, d]`.
         order, rank: of `order_tokens`.
-        weights: `[size, d]` each, of the same strides.
+        weights: `[size, d]` each; best of the same strides.
         biases: `[size]` each, or none.
         gates: of each part.
         activation: "", or one of `ACTIVATIONS`.
@@ -474,6 +474,8 @@ def project_tokens(
     fill: list[Any] = [None] * (4 - len(rows))
     added: list[Any] = [*biases] or [None] * len(rows)
     tiles = _tiles(number, math.gcd(*sizes), width)
+    if len({weight.stride() for weight in weights}) > 1:
+        weights = [weight.contiguous() for weight in weights]
     worst = triton.cdiv(number, tiles.rows) * (max(sizes) // tiles.columns)
     with torch.cuda.device_of(x):
         _project[(min(worst, _programs(x.device)), len(rows))](
@@ -584,7 +586,7 @@ def attend_tokens(
     if bias is not None:
         of_bias = bias.expand(batch, heads, length, keys).stride()
     with torch.cuda.device_of(query):
-        _attend[(triton.cdiv(length, _QUERIES), batch, heads)](
+        _attend[(batch * heads, triton.cdiv(length, _QUERIES))](
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
@@ -626,7 +628,7 @@ def _attention_tiles(head_dim: int) -> dict[str, int]:
     """As many keys at once as stay in registers."""
     if head_dim <= 64:
         return {"KEYS": 64, "num_warps": 4, "num_stages": 2}
-    return {"KEYS": 32, "num_warps": 4, "num_stages": 2}
+    return {"KEYS": 32, "num_warps": 8, "num_stages": 2}
 
 
 class _Tiles(NamedTuple):
