@@ -298,6 +298,55 @@ def test_models_compute_what_the_dense_form_does(case, fields, padding, taken):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_attention_without_a_kernel(name, implementation, taken):
+    """Of masks that are added to the scores, and behind a cache."""
+    case = CASE[name]
+    found = []
+    for execution in ("dense", "sparse"):
+        fields = {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False, "cct_execution": execution}
+        fields["attn_implementation"] = implementation
+        model = case.build(**WIDER[case.family.name], **fields).double()
+        output = model(**case.inputs(), use_cache=True)
+        cache = output.past_key_values
+        found.append(
+            [
+                output.logits,
+                *(layer.keys for layer in getattr(cache, "self_attention_cache", cache).layers),
+            ]
+        )
+    for dense, sparse in zip(*found, strict=True):
+        torch.testing.assert_close(sparse, dense, atol=1e-4, rtol=1e-4)
+    assert "project_tokens" in taken
+    # T5's encoder has no cache
+    assert ("attend_tokens" in taken) is (
+        name == "T5ForConditionalGeneration" and implementation == "sdpa"
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_generation(name, cache, taken):
+    case, inputs = CASE[name], CASE[name].inputs()
+    inputs.pop("decoder_input_ids", None)
+    if case.family.name == "gpt2":
+        inputs = {key: x.flip(1) for key, x in inputs.items()}  # padding on the left
+    found = []
+    for execution in ("dense", "sparse"):
+        fields = {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False, "cct_execution": execution}
+        model = case.build(**WIDER[case.family.name], **fields, attention_type="mae").double()
+        options = {"max_new_tokens": 5, "do_sample": False, "output_logits": True}
+        options |= {"return_dict_in_generate": True, "cache_implementation": cache}
+        found.append(model.generate(**inputs, **options))
+    dense, sparse = found
+    assert torch.equal(sparse.sequences, dense.sequences)
+    torch.testing.assert_close(sparse.logits, dense.logits, atol=1e-4, rtol=1e-4)
+    assert taken.count("project_tokens") >= 4 * 5
+
+
+@torch.no_grad()
 def test_of_one_token(taken):
     """A classifier's last layer has one query for each sequence."""
     case = CASE["BertForSequenceClassification"]
@@ -414,22 +463,19 @@ FITS = {"dtype": torch.bfloat16, "width": 64, "ffn": 256, "splits": 4, "heads": 
         ({"has_grad": True}, (False, False)),
         ({"training": True}, (False, False)),
         ({"width": 72, "heads": 9}, (False, False)),  # heads of 8
-        ({"width": 48, "heads": 1}, (False, True)),  # of 48
+        ({"width": 48, "heads": 1}, (True, True)),  # of 48
         ({"ffn": 96}, (True, False)),  # parts of 24
         ({"splits": 8}, (True, False)),
-        ({"implementation": "eager"}, (False, True)),
         ({"attention_type": "moa", "num_attention_experts": 8}, (False, True)),
         ({"hook": "attention.self.key"}, (False, True)),
         ({"hook": "output.dense"}, (True, False)),
         ({"without_bias": "attention.self.key"}, (False, True)),
         ({"without_bias": "output.dense"}, (True, True)),
-        ({"mask": torch.float32}, (False, True)),
-        ({"mask": torch.bool}, (True, True)),
     ],
 )
 def test_where_it_is_taken(change, expected, monkeypatch):
     others = {"device": "cuda", "has_driver": True, "has_grad": False, "training": False, "hook": None}
-    others |= {"execution": "sparse", "implementation": "sdpa", "mask": None, "without_bias": None}
+    others |= {"execution": "sparse", "without_bias": None}
     settings = FITS | others | change
     monkeypatch.setattr(open_tokens, "kernels_run_on", lambda device: settings["has_driver"])
     config = MoaBertConfig(
@@ -441,7 +487,6 @@ def test_where_it_is_taken(change, expected, monkeypatch):
         cct_execution=settings["execution"],
         cct_budgets=[1, 0.5],
         cct_sublayer_norm=False,
-        attn_implementation=settings["implementation"],
         **{name: value for name, value in change.items() if name in vars(MoaBertConfig())},
     )
     layer = MoaBertLayer(config, 0).to(settings["dtype"]).train(settings["training"])
@@ -451,10 +496,7 @@ def test_where_it_is_taken(change, expected, monkeypatch):
         layer.get_submodule(settings["without_bias"]).bias = None
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(settings["has_grad"]):
         x = torch.empty(2, 5, settings["width"], device=settings["device"], dtype=settings["dtype"])
-        mask = None
-        if settings["mask"] is not None:
-            mask = torch.empty(2, 1, 5, 5, device=settings["device"], dtype=settings["mask"])
-        call = AttentionCall(x, x, mask, None, None, None, None, None, None, {})
+        call = AttentionCall(x, x, None, None, None, None, None, None, None, {})
         attention, gate = layer.attention.self, layer.feed_forward_gate
         gates = torch.empty(2, 5, settings["splits"], device=settings["device"])
         found = (

@@ -49,12 +49,12 @@ class CctFields:
         cct_execution (`str`, defaults to `"auto"`):
             How hard gates are executed in eval: `"dense"` computes all and multiplies by the gates,
             `"sparse"` computes only the tokens with open gates, `"auto"` takes the faster one, as
-            measured on a CPU (on an accelerator: dense). On a GPU in half precision, without gradients
-            and without a cache, `"sparse"` has kernels that never wait for the host. All compute the
-            same function, except for the attention probabilities of skipped queries, which sparse
-            execution does not compute. A cache holds only the keys and values of open gates: with
-            `"sparse"` always, with `"auto"` where that is faster: from a million numbers in a layer's
-            keys on, for one sequence from about d=384 on.
+            measured on a CPU (on an accelerator: dense). On a GPU in half precision, without gradients,
+            `"sparse"` has kernels that never wait for the host. All compute the same function, except
+            for the attention probabilities of skipped queries, which sparse execution does not compute.
+            A cache holds only the keys and values of open gates: with `"sparse"` always, but with those
+            kernels, which keep all, never; with `"auto"` where that is faster: from a million numbers
+            in a layer's keys on, for one sequence from about d=384 on.
         output_cct_gates (`bool`, defaults to `False`): Return the gates with every forward pass.
     """
 

@@ -24,6 +24,7 @@ from ..core.precision import compute_dtype
 from ..core.records import Record
 from ..core.tracing import is_transformed
 from ..parallel.ranks import ONE_RANK
+from .compact_cache import spread_compact
 from .open_operators import open_operators
 
 # What the kernels take.
@@ -78,38 +79,55 @@ def attends_open_tokens(module: Any, layer: AttentionFlow, call: AttentionCall) 
     Args:
         module: its `AttentionGates`.
     """
-    x, mask = call.hidden_states, call.attention_mask
+    x = call.hidden_states
     if not _may_take(module.cct_execution, x) or module.is_soft or layer.training or module.training:
         return False
-    if call.place is not None or call.is_paged or call.source is None or layer.rotate is not None:
-        return False
-    if layer.attn_implementation != "sdpa" or module.ranks is not ONE_RANK:
+    if call.is_paged or module.ranks is not ONE_RANK:
         return False
     if not layer.mixture.has_plain_projections or is_watched(layer.mixture):
         return False
-    shape = mask.shape[1:] if isinstance(mask, Tensor) and mask.ndim == 4 else None
-    length, keys = x.shape[1], call.source.shape[1]
-    if mask is not None and (mask.dtype != torch.bool or shape not in ((1, length, keys), (1, 1, keys))):
-        return False
-    if mask is None and layer.is_causal and length not in (1, keys):
-        return False
-    sizes = x.shape[-1], call.source.shape[-1]
     linears: list[Any] = [linear for linear, _ in layer.head_projections]
     if len({linear.bias is None for linear in linears if is_plain(linear)}) > 1:
         return False  # keys without a bias, as some have, would need a product of their own
-    return layer.head_dim in _HEAD_DIMS and _are_fit(x, linears, *sizes)
+    return layer.head_dim % _WIDTHS_DIVIDE_BY == 0 and _are_fit(x, linears)
 
 
 def attend_open_tokens(
     module: Any, layer: AttentionFlow, call: AttentionCall, gates: Any, mix: Any, record: Record
 ) -> Attended:
-    """`AttentionGates.attend` of the tokens with open gates.
+    """`AttentionGates.attend` of the tokens with open gates: their projections, and where it has a
+    kernel attention among them. Behind a cache, which has all keys, attention is as in the plain form.
 
     Args:
         module: the `AttentionGates`.
         layer, call, mix, record: as for `AttentionGates.attend`.
         gates: its `AttentionGateValues`.
     """
+    attend = _attend_to_open_keys if _has_kernel(layer, call) else _attend_to_all_keys
+    tokens, context, attentions = attend(module, layer, call, gates, mix)
+    record = module.with_use(call, gates, record)
+    return Attended(module.norm_context(context), attentions, mix, record, tokens)
+
+
+def _has_kernel(layer: AttentionFlow, call: AttentionCall) -> bool:
+    """Whether `attend_tokens` can compute a call's attention."""
+    source, mask, length = call.source, call.attention_mask, call.hidden_states.shape[1]
+    if call.place is not None or source is None or layer.rotate is not None:
+        return False
+    if layer.attn_implementation != "sdpa" or layer.head_dim not in _HEAD_DIMS:
+        return False
+    keys = source.shape[1]
+    if mask is None:
+        return not layer.is_causal or length in (1, keys)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 4:
+        return False
+    return mask.shape[1:] in ((1, length, keys), (1, 1, keys))
+
+
+def _attend_to_open_keys(
+    module: Any, layer: AttentionFlow, call: AttentionCall, gates: Any, mix: Any
+) -> tuple[OpenTokens, Tensor, None]:
+    """Contexts `[B, T, h, dh]` of the open queries."""
     x, source = call.hidden_states, call.source
     # padding that no query sees needs no key
     kv_gate = gates.kv if call.kv_mask is None else gates.kv * call.kv_mask
@@ -137,9 +155,37 @@ def attend_open_tokens(
         layer.scaling,
         layer.is_causal and x.shape[1] > 1,
     )
-    context = context.view(*x.shape[:2], layer.num_heads, layer.head_dim)
-    record = module.with_use(call, gates, record)
-    return Attended(module.norm_context(context), None, mix, record, queries)
+    return queries, context.view(*x.shape[:2], layer.num_heads, layer.head_dim), None
+
+
+def _attend_to_all_keys(
+    module: Any, layer: AttentionFlow, call: AttentionCall, gates: Any, mix: Any
+) -> tuple[OpenTokens, Tensor, Tensor | None]:
+    """Contexts `[B, T, h, dh]`, of which those of open queries mean something, and what attention gives
+    beside them."""
+    x, source = call.hidden_states, call.source
+    key = value = None
+    if source is x:
+        tokens = OpenTokens.of(gates.query, gates.kv)
+        parts = _project(layer, x, tokens, slice(3), gates=(0, 1, 1), at_tokens=True)
+    else:
+        tokens = OpenTokens.of(gates.query)
+        parts = _project(layer, x, tokens, slice(1), gates=(0,), at_tokens=True)
+        if source is not None:
+            keys = OpenTokens.of(gates.kv)
+            parts += _project(layer, source, keys, slice(1, 3), gates=(0, 0), at_tokens=True)
+    query = parts[0].reshape(*x.shape[:2], layer.num_heads, layer.head_dim)
+    if source is not None:
+        closed = (gates.kv == 0).unsqueeze(-1)  # where nothing was written
+        normed = module.key_norm(parts[1]), module.value_norm(parts[2])
+        key, value = (
+            torch.unflatten(each, 0, source.shape[:2]).masked_fill(closed, 0.0) for each in normed
+        )
+    if call.place is not None:
+        layer.prepare_cache(call.place.cache)
+        spread_compact(call.place)
+    query, key, value = layer.with_cached(call, query, key, value)
+    return tokens, *layer.attend_to(call, query, key, value, mix)
 
 
 def output_of_open_tokens(layer: AttentionFlow, linear: nn.Module, attended: Attended) -> Tensor:
@@ -158,15 +204,25 @@ def output_of_open_tokens(layer: AttentionFlow, linear: nn.Module, attended: Att
 
 
 def _project(
-    layer: AttentionFlow, x: Any, tokens: OpenTokens, which: slice, *, gates: tuple[int, ...]
+    layer: AttentionFlow,
+    x: Any,
+    tokens: OpenTokens,
+    which: slice,
+    *,
+    gates: tuple[int, ...],
+    at_tokens: bool = False,
 ) -> list[Tensor]:
-    """Queries, keys or values of open tokens, side by side in their orders."""
+    """Queries, keys or values of open tokens, `[n, heads * dh]` each: side by side in their orders, or
+    at their places."""
     heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
     found = [
         _outputs(linear, first, number * layer.head_dim)
         for (linear, first), number in zip(layer.head_projections[which], heads[which], strict=True)
     ]
-    return _project_tokens(x, tokens, found, gates=gates)
+    projected = _project_tokens(x, tokens, found, gates=gates, at_tokens=at_tokens)
+    if not at_tokens:
+        return projected
+    return list(projected[0].split([weight.shape[0] for weight, _ in found], dim=1))
 
 
 # --- the feed-forward layer -----------------------------------------------------------------------
@@ -196,7 +252,7 @@ def open_slices(
     activation: Callable[..., Tensor],
     down: nn.Module,
 ) -> Tensor:
-    """`FeedForwardGate.compute` of the slices with open gates: `[B, T, d]` and gates `[B, T, M]`, zeros
+    """`FeedForwardGate.compute` of slices with open gates: `[B, T, d]` and gates `[B, T, M]`, zeros
     and ones -> `[B, T, d]`."""
     tokens, parts = OpenTokens.of_parts(gates), gates.shape[-1]
     fused = _ACTIVATIONS.get(type(activation), "") if len(up) == 1 else ""
@@ -228,12 +284,12 @@ def _may_take(execution: str, x: Tensor) -> bool:
     )
 
 
-def _are_fit(x: Tensor, linears: Sequence[Any], *sizes: int) -> bool:
+def _are_fit(x: Tensor, linears: Sequence[Any]) -> bool:
     """Whether linear layers are nothing but a weight of the dtype of `x`, in sizes that tiles divide."""
     if not all(map(is_plain, linears)):
         return False
     weights = [linear.weight for linear in linears]
-    sizes = (*sizes, *(size for weight in weights for size in weight.shape))
+    sizes = [size for weight in weights for size in weight.shape]
     are_of_dtype = all(weight.dtype == compute_dtype(weight) == x.dtype for weight in weights)
     return are_of_dtype and all(size % _WIDTHS_DIVIDE_BY == 0 for size in sizes)
 
