@@ -86,8 +86,9 @@ def test_kernels_compile_for_gpus(generation, monkeypatch, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("attention_type", ["mha", "mae"])
+@pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("name", ["BertModel", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
-def test_on_a_gpu(name, attention_type, compiled, dtype):
+def test_on_a_gpu(name, norms, attention_type, compiled, dtype):
     """As close to float64 as the dense form, of the same gates."""
     case, inputs = CASE[name], {}
     for key, x in case.inputs().items():
@@ -104,7 +105,7 @@ def test_on_a_gpu(name, attention_type, compiled, dtype):
 
     found = []
     for execution, precision in (("dense", torch.float64), ("dense", dtype), ("sparse", dtype)):
-        fields = {"attention_type": attention_type, "cct_budgets": [1, 0.5], "cct_sublayer_norm": False}
+        fields = {"attention_type": attention_type, "cct_budgets": [1, 0.5], "cct_sublayer_norm": norms}
         model = case.build(**WIDER[case.family.name], **fields, cct_execution=execution)
         model = model.to("cuda", precision)
         for each, module in model.named_modules():

@@ -21,7 +21,12 @@ from .budgets import Budget
 from .control import ControlNetwork
 from .costs import FeedForwardUse
 from .execution import Execution, GatedParts, choose_execution
-from .open_tokens import computes_open_slices, open_slices
+from .open_tokens import (
+    computes_open_parts,
+    computes_open_slices,
+    open_parts,
+    open_slices,
+)
 from .sparse_feed_forward import sparse_parts, sparse_slices, sparse_slices_of_ranks
 
 
@@ -158,6 +163,9 @@ class GatedFeedForward(nn.Module):
         gates, record = self.gate(hidden_states, padding_mask, budget)
         execution = self.gate.choose_execution(gates, budget)
         networks = list(zip(self.input_norms, self.parts, self.output_norms, strict=True))
+        all_open = execution is Execution.ALL_OPEN
+        if not all_open and computes_open_parts(self.gate, hidden_states, self.parts):
+            return open_parts(hidden_states, gates, networks), record
         if execution is Execution.SUBSET and self.computes_tokens_alone:
             return sparse_parts(hidden_states, gates, networks), record
         output = torch.zeros_like(hidden_states)
@@ -165,7 +173,7 @@ class GatedFeedForward(nn.Module):
         for m, (input_norm, part, output_norm) in enumerate(networks):
             y, part_record = part(input_norm(hidden_states), padding_mask)
             y = output_norm(y)
-            if execution is not Execution.ALL_OPEN:
+            if not all_open:
                 y = y * gates[..., m : m + 1].to(y.dtype)
             output = output + y
             routings += part_record.routings

@@ -8,7 +8,7 @@ kernels of `open_tokens_gpu.py` read there where they end. So a whole model fits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from ..core.operators import kernels_run_on
 from ..core.precision import compute_dtype
 from ..core.records import Record
 from ..core.tracing import is_transformed
+from ..feed_forward.layers import DenseFeedForward
 from ..parallel.ranks import ONE_RANK
 from .compact_cache import spread_compact
 from .open_operators import open_operators
@@ -236,12 +237,9 @@ def computes_open_slices(
     Args:
         module: its `FeedForwardGate`.
     """
-    if not _may_take(module.cct_execution, x) or module.training or module.control.training:
+    if not _gates_may_take(module, x) or not _are_fit(x, [*up, down]):
         return False
-    if module.ranks is not ONE_RANK or gates.shape[-1] > _MOST_PARTS or not _are_fit(x, [*up, down]):
-        return False
-    width = _weight(down).shape[1]
-    return width % (gates.shape[-1] * _WIDTHS_DIVIDE_BY) == 0
+    return _weight(down).shape[1] % (gates.shape[-1] * _WIDTHS_DIVIDE_BY) == 0
 
 
 def open_slices(
@@ -255,18 +253,70 @@ def open_slices(
     """`FeedForwardGate.compute` of slices with open gates: `[B, T, d]` and gates `[B, T, M]`, zeros
     and ones -> `[B, T, d]`."""
     tokens, parts = OpenTokens.of_parts(gates), gates.shape[-1]
+    hidden = _hidden(x, tokens, up, activation, gates=tuple(range(parts)))
+    combined = _combine(hidden, tokens.by_pattern, tokens, down, parts=parts)
+    return torch.unflatten(combined, 0, x.shape[:2])
+
+
+def computes_open_parts(module: Any, x: Tensor, parts: Iterable[nn.Module]) -> bool:
+    """Whether `open_parts` can compute a feed-forward layer.
+
+    Args:
+        module: its `FeedForwardGate`.
+        parts: its networks.
+    """
+    if not _gates_may_take(module, x):
+        return False
+    return all(
+        type(part) is DenseFeedForward
+        and not (part.training or is_watched(part))
+        and _are_fit(x, [*_up(part), part.down])
+        for part in parts
+    )
+
+
+def open_parts(x: Tensor, gates: Tensor, networks: Sequence[tuple[nn.Module, Any, nn.Module]]) -> Tensor:
+    """`GatedFeedForward` of networks `(input norm, part, output norm)`, of tokens with open gates:
+    `[B, T, d]` and gates `[B, T, M]`, zeros and ones -> `[B, T, d]`."""
+    tokens, output = OpenTokens.of(*gates.unbind(-1)), torch.zeros_like(x)
+    for m, (input_norm, part, output_norm) in enumerate(networks):
+
+        def activation(*hidden: Tensor, part: Any = part) -> Tensor:
+            return part.activation(hidden[0]) * hidden[1]
+
+        chosen = part.activation if part.linear is None else activation
+        hidden = _hidden(input_norm(x), tokens, _up(part), chosen, gates=(m,))
+        size = part.down.out_features
+        of_down = [_outputs(part.down, 0, size)]
+        (y,) = _project_tokens(hidden, tokens, of_down, gates=(m,), at_tokens=True)
+        y = output_norm(torch.unflatten(y, 0, x.shape[:2]))
+        output = output + y.masked_fill(gates[..., m : m + 1] == 0, 0.0)
+    return output
+
+
+def _up(part: Any) -> list[nn.Module]:
+    """The matrices of a `DenseFeedForward` in front of its activation."""
+    return [part.up] if part.linear is None else [part.up, part.linear]
+
+
+def _hidden(
+    x: Tensor,
+    tokens: OpenTokens,
+    up: Sequence[nn.Module],
+    activation: Callable[..., Tensor],
+    *,
+    gates: tuple[int, ...],
+) -> Tensor:
+    """The hidden activation `[n, width]` of slices with gates of their own, at the tokens' places."""
     fused = _ACTIVATIONS.get(type(activation), "") if len(up) == 1 else ""
     if isinstance(activation, nn.Module) and is_watched(activation):
         fused = ""
     hidden = []
     for linear in up:
-        size = _weight(linear).shape[0] // parts
-        found = [_outputs(linear, part * size, size) for part in range(parts)]
-        every = tuple(range(parts))
-        hidden += _project_tokens(x, tokens, found, gates=every, activation=fused, at_tokens=True)
-    result = hidden[0] if fused else activation(*hidden)
-    combined = _combine(result, tokens.by_pattern, tokens, down, parts=parts)
-    return torch.unflatten(combined, 0, x.shape[:2])
+        size = _weight(linear).shape[0] // len(gates)
+        found = [_outputs(linear, part * size, size) for part in range(len(gates))]
+        hidden += _project_tokens(x, tokens, found, gates=gates, activation=fused, at_tokens=True)
+    return hidden[0] if fused else activation(*hidden)
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -282,6 +332,13 @@ def _may_take(execution: str, x: Tensor) -> bool:
         and not (is_torchdynamo_exporting() or torch.jit.is_tracing() or is_transformed(x))
         and kernels_run_on(x.device)
     )
+
+
+def _gates_may_take(module: Any, x: Tensor) -> bool:
+    """The same of a feed-forward layer, by its `FeedForwardGate`."""
+    if module.training or module.control.training or module.ranks is not ONE_RANK:
+        return False
+    return module.num_splits <= _MOST_PARTS and _may_take(module.cct_execution, x)
 
 
 def _are_fit(x: Tensor, linears: Sequence[Any]) -> bool:
@@ -317,7 +374,7 @@ def _project_tokens(
     weights = [weight for weight, _ in found]
     biases = [bias for _, bias in found if bias is not None]
     return open_operators().project_tokens(
-        x.flatten(0, 1), tokens.order, tokens.rank, weights, biases, gates, activation, at_tokens
+        x.flatten(0, -2), tokens.order, tokens.rank, weights, biases, gates, activation, at_tokens
     )
 
 
