@@ -284,7 +284,8 @@ def test_models_compute_what_the_dense_form_does(case, fields, padding, taken):
         inputs["use_cache"] = False
     outputs = []
     for execution in ("dense", "sparse"):
-        model = case.build(**WIDER[case.family.name], cct_execution=execution, **fields).double()
+        sizes = WIDER[case.family.name] | case.family.one_layer
+        model = case.build(**sizes, cct_execution=execution, **fields).double()
         outputs.append(model(**inputs))
         assert bool(taken) is (execution == "sparse" and fields.get("attention_type") != "moa")
     dense, sparse = outputs
@@ -385,7 +386,7 @@ def test_an_output_projection_that_is_not_plain(taken):
 def test_a_compiler_takes_models_whole(name, taken):
     case = CASE[name]
     fields = {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False, "cct_execution": "sparse"}
-    model = case.build(**WIDER[case.family.name], **fields).double()
+    model = case.build(**WIDER[case.family.name], **case.family.one_layer, **fields).double()
     inputs = case.inputs() | ({} if case.family.name == "bert" else {"use_cache": False})
     expected = model(**inputs)[0]
     number = len(taken)
