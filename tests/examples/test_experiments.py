@@ -324,6 +324,35 @@ def test_budgets_of_one_translation_model_against_cut_ones(reproduce, data_dir, 
 
 
 @pytest.mark.slow
+def test_budgets_of_one_language_model_against_cut_ones(reproduce, data_dir, tmp_path, capsys):
+    module = reproduce("language_model_budgets")
+    module.DEPTH, module.HEADS, module.FFN_SIZE, module.BLOCK = 2, 2, 32, 16
+    module.BUDGETS, module.NESTED_LAYERS, module.IMPORTANCE_BLOCKS = (1.0, 0.5), (2, 2), 4
+    module.TRAINING |= {"block_size": 16, "max_eval_samples": 4}
+    sizes = {"n_layer": 2, "n_embd": 8, "n_inner": 32, "n_head": 2, "n_positions": 16}
+    module.FIRST |= {"vocab_size": 300, "config_overrides": sizes, "max_steps": 2}
+    module.FURTHER |= {"max_steps": 2}
+    module.CUT.clear()
+    module.CUT["1 layer"] = 1
+    module.MODELS = (module.PLAIN, module.ITSELF, "1 layer", module.NESTED, module.LAYERS)
+    module.LATENCY_PROMPTS, module.LATENCY_TOKENS = {1: 1, 32: 3}, 4
+    results, models = tmp_path / "results.jsonl", tmp_path / "models"
+    argv = ["--data_dir", data_dir, "--results", str(results), "--models_dir", str(models)]
+    module.EXPERIMENT.main([*argv, "--precision", "float32"])
+    rows = rows_of(results)
+    assert [row["settings"].get("model") for row in rows] == [*module.MODELS, None, None]
+    assert {path.name for path in models.iterdir() if path.is_dir()} == {"plain-1"}
+    found = {row["settings"].get("model"): row["measured"] for row in rows}
+    for name in ("nested", "nested layers"):
+        assert (found[name]["compute at 1"], found[name]["compute at 0.5"]) == (1, 0.5)
+        assert found[name]["perplexity at 1"] == found[name]["perplexity"]
+    cut = ("1 layer", "nested at 1", "nested at 0.5", "nested layers at 1", "nested layers at 0.5")
+    assert set(rows[-1]["measured"]) == {"plain", *cut}
+    assert "| nested layers at 0.5 | 1 |" in report_of(module, results, tmp_path, capsys)
+    assert (tmp_path / "perplexity.svg").is_file()
+
+
+@pytest.mark.slow
 def test_cct_bert(reproduce, data_dir, glue_dir, tmp_path, capsys):
     module = reproduce("cct_bert")
     module.SEEDS, module.LENGTH, module.LATENCY_BATCH = (1,), 32, 2

@@ -605,6 +605,68 @@ KERNELS = (
         {"torch.where(count > 1, var, running_var)": "var"},
         ("modeling/test_fast_gate.py",),
     ),
+    Mutant(
+        "open-skipped-keys",
+        "attention to open keys leaves the closed ones out of the softmax",
+        "modeling/cct/open_tokens_gpu.py",
+        {"total = total * shrink + closed * tl.exp2(-shift)": "total = total * shrink"},
+        ("modeling/test_open_tokens.py",),
+        "test_attention",
+    ),
+    Mutant(
+        "open-causal",
+        "an open query does not see its own key",
+        "modeling/cct/open_tokens_gpu.py",
+        {"sees = tl.load(key_rank + positions + 1, mask": "sees = tl.load(key_rank + positions, mask"},
+        ("modeling/test_open_tokens.py",),
+        "test_attention",
+    ),
+    Mutant(
+        "open-mask",
+        "a query counts closed keys that its mask hides, where scores have a bias",
+        "modeling/cct/open_tokens_gpu.py",
+        {
+            "                is_seen = tl.load(mask_at, mask=is_seen, other=0) != 0\n"
+            "            elif CAUSAL:\n"
+            "                is_seen = is_seen & (places": "                is_seen = is_seen\n"
+            "            elif CAUSAL:\n"
+            "                is_seen = is_seen & (places"
+        },
+        ("modeling/test_open_tokens.py",),
+        "test_attention",
+    ),
+    Mutant(
+        "open-own-parts",
+        "a token takes the parts of all tokens in its tile",
+        "modeling/cct/open_tokens_gpu.py",
+        {"tl.load(x_at + first, mask=is_own[:, None], other=0.0)": "tl.load(x_at + first)"},
+        ("modeling/test_open_tokens.py",),
+        "test_combinations",
+    ),
+    Mutant(
+        "open-order",
+        "tokens of later tiles are put behind those of all tiles",
+        "modeling/cct/open_tokens_gpu.py",
+        {"tl.where((tiles < tl.program_id(0))[:, None], found, 0)": "found"},
+        ("modeling/test_open_tokens.py",),
+        "test_order",
+    ),
+    Mutant(
+        "open-cache",
+        "behind a cache, keys of closed gates are what happened to be in memory",
+        "modeling/cct/open_tokens.py",
+        {".masked_fill(closed, 0.0) for each in normed": " for each in normed"},
+        ("modeling/test_open_tokens.py",),
+        "without_a_kernel",
+    ),
+    Mutant(
+        "open-padding",
+        "a projection that is not plain gets contexts that were not computed",
+        "modeling/cct/open_tokens.py",
+        {"context.masked_fill(~is_open, 0.0)": "context"},
+        ("modeling/test_open_tokens.py",),
+        "not_plain",
+    ),
 )
 
 UPCYCLING = (
