@@ -426,6 +426,13 @@ def test_benchmark_times_each_budget_beside_the_plain_model(gated_dir, texts, ca
     assert found["environment"]["torch"] == torch.__version__
 
 
+def test_benchmark_of_an_execution(gated_dir, capsys):
+    options = ["--batch-size", "2", "--length", "4", "--turns", "2", "--execution", "sparse"]
+    assert main(["benchmark", str(gated_dir), *options, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["execution"] for row in rows} == {None, "dense", "sparse"}
+
+
 def test_benchmark_of_multiple_choice_has_choices(tmp_path, capsys):
     MoaBertForMultipleChoice(MoaBertConfig(**TINY, cct_budgets=[1, 0.5])).save_pretrained(tmp_path)
     options = ["--turns", "2", "--length", "8", "--batch-size", "2"]

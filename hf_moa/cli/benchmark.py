@@ -40,6 +40,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--device", help="such as cuda (default: cpu)")
     parser.add_argument(
+        "--execution",
+        choices=["auto", "sparse", "dense"],
+        help="of CCT's gates (default: the checkpoint's cct_execution)",
+    )
+    parser.add_argument(
         "--compile", action="store_true", help="by torch.compile, on a GPU in CUDA graphs"
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -59,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         model = load_checkpoint(args.checkpoint, budgets=args.budgets)
     move(model, args.device, dtype=getattr(torch, args.dtype))
     model = gated_model_of(model)
+    if args.execution is not None:
+        model.set_cct_execution(args.execution)
     batch = {name: x.to(model.device) for name, x in _batch(args, model).items()}
     rows = benchmark(model, batch, budgets=args.budgets, turns=args.turns, compiled=args.compile)
     if args.json:
