@@ -60,10 +60,10 @@ class OpenTokens(NamedTuple):
     by_pattern: Tensor
 
     @classmethod
-    def of(cls, *gates: Tensor, sort: bool = False) -> OpenTokens:
+    def of(cls, *gates: Tensor) -> OpenTokens:
         """Of gates `[B, T]` each, zeros and ones."""
         together = torch.stack([gate.flatten() for gate in gates], dim=-1)
-        return cls(*open_operators().order_tokens(together, sort))
+        return cls(*open_operators().order_tokens(together, False))
 
     @classmethod
     def of_parts(cls, gates: Tensor) -> OpenTokens:
@@ -130,8 +130,9 @@ def _attend_to_open_keys(
 ) -> tuple[OpenTokens, Tensor, None]:
     """Contexts `[B, T, h, dh]` of the open queries."""
     x, source = call.hidden_states, call.source
-    # padding that no query sees needs no key
-    kv_gate = gates.kv if call.kv_mask is None else gates.kv * call.kv_mask
+    kv_gate = gates.kv
+    if call.kv_mask is not None and call.attention_mask is not None:
+        kv_gate = kv_gate * call.kv_mask  # padding, which no query sees, needs no key
     if source is x:
         queries = keys = OpenTokens.of(gates.query, kv_gate)
         of_keys = 1
@@ -140,11 +141,13 @@ def _attend_to_open_keys(
         queries, keys, of_keys = OpenTokens.of(gates.query), OpenTokens.of(kv_gate), 0
         (query,) = _project(layer, x, queries, slice(1), gates=(0,))
         key, value = _project(layer, source, keys, slice(1, 3), gates=(0, 0))
+    # norms give float32 under autocast
+    key, value = (t.to(query.dtype) for t in (module.key_norm(key), module.value_norm(value)))
     bias = call.position_bias
     context = open_operators().attend_tokens(
         query,
-        module.key_norm(key),
-        module.value_norm(value),
+        key,
+        value,
         queries.order[0],
         queries.rank[0],
         keys.order[of_keys],
@@ -285,7 +288,7 @@ def open_parts(x: Tensor, gates: Tensor, networks: Sequence[tuple[nn.Module, Any
             return part.activation(hidden[0]) * hidden[1]
 
         chosen = part.activation if part.linear is None else activation
-        hidden = _hidden(input_norm(x), tokens, _up(part), chosen, gates=(m,))
+        hidden = _hidden(input_norm(x).to(x.dtype), tokens, _up(part), chosen, gates=(m,))
         size = part.down.out_features
         of_down = [_outputs(part.down, 0, size)]
         (y,) = _project_tokens(hidden, tokens, of_down, gates=(m,), at_tokens=True)
