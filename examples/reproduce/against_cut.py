@@ -8,7 +8,7 @@ from typing import Any
 
 from figures import draw_line
 from runs import Results, Settings
-from students import CCT, ITSELF, NESTED, PLAIN, WITH_BUDGETS, columns
+from students import CCT, ITSELF, LAYERS, NESTED, PLAIN, Budgets, columns
 from summaries import Point, above_line, at_budget, by_seed, latest, with_deviation
 
 from hf_moa.markdown import table
@@ -23,9 +23,10 @@ class AgainstCut:
         settings: that the runs of this task have.
         measure: of quality, as runs call it; budgets have one each. It is multiplied by `scale`.
         name: of quality, in tables.
+        points: of quality, what differences are in.
         full: the layers of the plain model.
         cut: the models of fewer layers.
-        budgets: of the models that have some.
+        budgets: of each model that has some.
         batch_sizes: of the times, each measured by one run, with the setting `latency_of_batch`.
         unit: of the times.
     """
@@ -36,14 +37,15 @@ class AgainstCut:
     name: str
     full: str
     cut: tuple[str, ...]
-    budgets: tuple[float, ...]
+    budgets: Budgets
     batch_sizes: tuple[int, ...]
     unit: str
     scale: float = 1.0
+    points: str = "points"
 
     @property
     def models(self) -> tuple[str, ...]:
-        return PLAIN, ITSELF, *self.cut, *WITH_BUDGETS
+        return PLAIN, ITSELF, *self.cut, *self.budgets
 
     def times(self, size: int) -> dict[str, float]:
         """Column -> time in batches of a size; empty where they were not measured."""
@@ -87,12 +89,12 @@ class AgainstCut:
     def table_against_cut(self) -> str:
         """How far each budget is above what models of fewer layers give in the same time."""
         rows = []
-        for model in WITH_BUDGETS:
+        for model in self.budgets:
             for column, budget in columns(model, self.budgets).items():
                 if self.qualities(model, budget):
                     apart = (self.above_cut(model, budget, size) for size in self.batch_sizes)
                     rows.append([column, *(with_deviation(values, sign=True) for values in apart)])
-        heads = [f"points above the cut models' line, batch {size}" for size in self.batch_sizes]
+        heads = [f"{self.points} above the cut models' line, batch {n}" for n in self.batch_sizes]
         return table(["model", *heads], rows)
 
     def above_cut(self, model: str, budget: float | None, size: int) -> list[float]:
@@ -112,18 +114,20 @@ class AgainstCut:
         return above_line((cost, {seed: y for seed, y in quality.items() if seed in of_line}), line)
 
     def draw(self, axis: Any, size: int) -> None:
-        """Quality against time in batches of a size: the cut models, and the two checkpoints."""
+        """Quality against time in batches of a size: the cut models, and each checkpoint."""
         *others, last = (name.removesuffix(" layers") for name in (self.full, *self.cut))
         lines: dict[str, Iterable[str]] = {
             f"{', '.join(others)} and {last} layers, each distilled by itself": (ITSELF, *self.cut),
             "one checkpoint, nested budgets": (NESTED,),
             "one checkpoint, CCT": (CCT,),
+            "one checkpoint, nested budgets of fewer layers": (LAYERS,),
         }
         found = self.times(size)
         for style, (name, models) in enumerate(lines.items(), 1):
             points = [
                 (found[timed_as(column, model)], list(values.values()))
                 for model in models
+                if model in self.models
                 for column, budget in columns(model, self.budgets).items()
                 if (values := self.qualities(model, budget))
             ]

@@ -30,7 +30,7 @@ from experiment import GLUE_DIR, PRECISION, Experiment, Phase
 from figures import panels, save
 from runs import Results, Settings
 from scripts import TRAINER_FLAGS, Flags, claimed, precision_flag, read_json, run_script
-from students import CCT, ITSELF, NESTED, PLAIN, WITH_BUDGETS, candidates, write_student
+from students import CCT, ITSELF, NESTED, PLAIN, candidates, write_student
 from summaries import at_budget, time_and_machine
 
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
@@ -47,7 +47,8 @@ TASKS = {
     "mnli": {"max_train_samples": 9_000, "num_train_epochs": 4},
 }
 CUT = {"3 layers": (0, 2, 4), "2 layers": (0, 3)}  # the layers that stay
-MODELS = (PLAIN, ITSELF, *CUT, *WITH_BUDGETS)
+OF_MODELS = {NESTED: BUDGETS, CCT: BUDGETS}
+MODELS = (PLAIN, ITSELF, *CUT, *OF_MODELS)
 # the best of three for a model of as many layers, on SST-2 without distillation
 RATES = {**dict.fromkeys(MODELS, 1e-4), "2 layers": 2e-4}
 TRAINING: Flags = {
@@ -124,7 +125,7 @@ def _train(settings: Settings, options: argparse.Namespace, folder: Path) -> dic
     with tempfile.TemporaryDirectory() as start:
         make_student(model, teacher, task, options, start)
         flags |= {"model_name_or_path": start, "teacher": teacher}
-        if model in WITH_BUDGETS:
+        if model in OF_MODELS:
             flags |= OF_BUDGETS
         return read_run(run_script("run_glue", flags, folder), folder, task)
 
@@ -224,7 +225,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
 
     timed = candidates(
         MODELS,
-        BUDGETS,
+        OF_MODELS,
         folders,
         lambda name, folder: make_student(name, folders[PLAIN], task, options, folder),
         AutoModelForSequenceClassification,
@@ -272,7 +273,7 @@ def runs_of(results: Results, task: str) -> AgainstCut:
         scale=100,
         full="6 layers",
         cut=tuple(CUT),
-        budgets=BUDGETS,
+        budgets=OF_MODELS,
         batch_sizes=BATCH_SIZES,
         unit="ms per example",
     )

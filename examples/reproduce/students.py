@@ -1,13 +1,13 @@
 """What the experiments with one checkpoint of several speeds share: a plain model's students.
 
 They start from its weights, and learn from it: itself, its cuts to fewer layers, one checkpoint with
-nested budgets and one with CCT.
+nested budgets, one whose budgets only have fewer layers, and one with CCT.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 from scripts import budget_argument
 from summaries import at_budget
 
-PLAIN, ITSELF, NESTED, CCT = "plain", "plain, distilled", "nested", "CCT"
-WITH_BUDGETS = (NESTED, CCT)
+PLAIN, ITSELF = "plain", "plain, distilled"
+NESTED, LAYERS, CCT = "nested", "nested layers", "CCT"
+Budgets = Mapping[str, Iterable[float]]  # of each model that has some
 
 
 def write_student(
@@ -53,19 +54,28 @@ def cut(model: Any, layers: int) -> Any:
 
     gated = upcycle(model, "mha")
     config = gated.config
-    share = layers / config.num_hidden_layers
-    nested = {
-        "nested_budgets": [1.0, share],
-        "nested_heads": [config.num_attention_heads] * 2,
-        "nested_ffn_sizes": [config.ffn_size] * 2,
-        "nested_layers": [config.num_hidden_layers, layers],
+    nested = only_layers([config.num_hidden_layers, layers], config.num_attention_heads, config.ffn_size)
+    return upcycle(gated, "mha", **nested).extract(nested["nested_budgets"][1])
+
+
+def only_layers(layers: Sequence[int], heads: int, ffn_size: int) -> dict[str, list]:
+    """Fields of nested budgets that have fewer layers, and of each all heads and neurons.
+
+    Args:
+        layers: of each budget, the first all of them.
+        heads, ffn_size: of a layer.
+    """
+    return {
+        "nested_budgets": [round(number / layers[0], 2) for number in layers],
+        "nested_heads": [heads] * len(layers),
+        "nested_ffn_sizes": [ffn_size] * len(layers),
+        "nested_layers": [*layers],
     }
-    return upcycle(gated, "mha", **nested).extract(share)
 
 
 def candidates(
     models: Iterable[str],
-    budgets: Iterable[float],
+    budgets: Budgets,
     trained: dict[str, Path],
     make_student: Callable[[str, str], None],
     auto_class: Any,
@@ -92,15 +102,13 @@ def candidates(
             if name not in trained:
                 make_student(name, start)
             model = auto_class.from_pretrained(trained.get(name, start))
-        model = model if name in WITH_BUDGETS else upcycle(model, "mha")
+        model = model if name in budgets else upcycle(model, "mha")
         model = model.to(device).eval()
         for column, budget in columns(name, budgets).items():
             found[column] = partial(run, model, budget_argument(budget))
     return found
 
 
-def columns(model: str, budgets: Iterable[float]) -> dict[str, float | None]:
+def columns(model: str, budgets: Budgets) -> dict[str, float | None]:
     """What tables call a model at each of its budgets -> the budget."""
-    return {
-        at_budget(model, budget): budget for budget in (budgets if model in WITH_BUDGETS else (None,))
-    }
+    return {at_budget(model, budget): budget for budget in budgets.get(model, (None,))}

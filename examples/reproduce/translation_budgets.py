@@ -2,8 +2,8 @@
 
 A T5 of 3 + 3 layers is trained on Multi30k, English to German. This plain model then teaches its
 students, which start from its weights and train for half as many updates: itself; its cuts to 2 + 2
-layers and to 1 + 1; and one checkpoint with nested budgets, the smaller with fewer layers, which trains
-every budget in each step:
+layers and to 1 + 1; and two checkpoints with nested budgets, which train every budget in each step. The
+smaller budgets of one are narrower and have fewer layers, those of the other only have fewer layers:
 
     python examples/reproduce/translation_budgets.py --data_dir data \
         --models_dir runs/translation_budgets
@@ -36,7 +36,16 @@ from scripts import (
     run_script,
     run_script_once,
 )
-from students import ITSELF, NESTED, PLAIN, candidates, columns, write_student
+from students import (
+    ITSELF,
+    LAYERS,
+    NESTED,
+    PLAIN,
+    candidates,
+    columns,
+    only_layers,
+    write_student,
+)
 from summaries import at_budget, time_and_machine
 from translation_runs import held_out_text, labelled, on_references
 
@@ -48,7 +57,7 @@ BATCH_SIZES = (1, 32)  # of the latency
 LATENCY_SENTENCES, LATENCY_TOKENS = 64, 16
 
 CUT = {"2 + 2 layers": 2, "1 + 1 layers": 1}
-MODELS = (PLAIN, ITSELF, *CUT, NESTED)
+MODELS = (PLAIN, ITSELF, *CUT, NESTED, LAYERS)
 TRAINING: Flags = {
     **TRAINER_FLAGS,
     "bf16": True,
@@ -83,6 +92,20 @@ FURTHER: Flags = {"learning_rate": 1e-3, "max_steps": 1_000}
 OF_BUDGETS: Flags = {"budget_sampling": "all"}
 
 
+def fields_of(model: str) -> dict[str, list]:
+    """What makes a student with budgets."""
+    if model == NESTED:
+        return {"nested_budgets": [*BUDGETS], "nested_layers": [*NESTED_LAYERS]}
+    if model == LAYERS:
+        size = FIRST["config_overrides"]
+        return only_layers([size["num_layers"], *CUT.values()], size["num_heads"], size["d_ff"])
+    return {}
+
+
+def budgets_of_models() -> dict[str, list[float]]:
+    return {model: fields_of(model)["nested_budgets"] for model in (NESTED, LAYERS)}
+
+
 def training_runs(results: Results) -> list[Settings]:
     return [{"model": model, "seed": seed} for seed in SEEDS for model in MODELS]
 
@@ -113,7 +136,7 @@ def _measured(folder: Path, model: str, options: argparse.Namespace) -> dict:
         "parameters": student.num_parameters(),
         "precision": options.precision,
     }
-    for budget in columns(model, BUDGETS).values():
+    for budget in columns(model, budgets_of_models()).values():
         chosen = budget_argument(budget)
         outputs = on_references(student, translator, **chosen)
         run[at_budget("loss", budget)] = outputs.loss.item()
@@ -135,7 +158,7 @@ def train(model: str, seed: int, options: argparse.Namespace, folder: Path) -> N
     teacher = teacher_of(seed, options)
     with tempfile.TemporaryDirectory() as start:
         make_student(model, teacher, options, start)
-        further = FURTHER | (OF_BUDGETS if model == NESTED else {})
+        further = FURTHER | (OF_BUDGETS if fields_of(model) else {})
         flags = training_flags(seed, options) | further
         run_script("run_translation", flags | {"model_name_or_path": start, "teacher": teacher}, folder)
 
@@ -151,13 +174,12 @@ def make_student(model: str, teacher: Path, options: argparse.Namespace, folder:
     """Write what a student starts from."""
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-    budgets = {"nested_budgets": list(BUDGETS), "nested_layers": list(NESTED_LAYERS)}
     write_student(
         AutoModelForSeq2SeqLM.from_pretrained(teacher),
         folder,
         layers=CUT.get(model),
         batches=lambda: training_batches(teacher, options),
-        **(budgets if model == NESTED else {}),
+        **fields_of(model),
     )
     AutoTokenizer.from_pretrained(teacher).save_pretrained(folder)
 
@@ -187,7 +209,7 @@ def measure_latency(settings: Settings, options: argparse.Namespace) -> dict[str
     translator = held_out_text(options, plain, LATENCY_SENTENCES, settings["latency_of_batch"])
     timed = candidates(
         MODELS,
-        BUDGETS,
+        budgets_of_models(),
         {PLAIN: plain},
         lambda name, folder: make_student(name, plain, options, folder),
         AutoModelForSeq2SeqLM,
@@ -206,7 +228,7 @@ def report(results: Results, folder: Path) -> str:
         name="BLEU",
         full="3 + 3 layers",
         cut=tuple(CUT),
-        budgets=BUDGETS,
+        budgets=budgets_of_models(),
         batch_sizes=BATCH_SIZES,
         unit="ms per sentence",
     )

@@ -317,6 +317,7 @@ def test_budgets_of_one_translation_model_against_cut_ones(reproduce, data_dir, 
     assert nested["compute at 1"] == 1
     assert nested["compute at 0.25"] < nested["compute at 0.5"] < 0.6
     budgets = {f"nested at {budget:g}" for budget in module.BUDGETS}
+    budgets |= {"nested layers at 1", "nested layers at 0.5"}
     assert set(rows[-1]["measured"]) == {"plain", "1 + 1 layers", *budgets}
     shown = report_of(module, results, tmp_path, capsys)
     assert "| nested at 0.25 | 1 |" in shown
@@ -326,10 +327,10 @@ def test_budgets_of_one_translation_model_against_cut_ones(reproduce, data_dir, 
 @pytest.mark.slow
 def test_budgets_of_one_language_model_against_cut_ones(reproduce, data_dir, tmp_path, capsys):
     module = reproduce("language_model_budgets")
-    module.DEPTH, module.HEADS, module.FFN_SIZE, module.BLOCK = 2, 2, 32, 16
-    module.BUDGETS, module.NESTED_LAYERS, module.IMPORTANCE_BLOCKS = (1.0, 0.5), (2, 2), 4
+    module.BLOCK, module.IMPORTANCE_BLOCKS = 16, 4
+    module.BUDGETS, module.NESTED_LAYERS = (1.0, 0.5), (2, 2)
     module.TRAINING |= {"block_size": 16, "max_eval_samples": 4}
-    sizes = {"n_layer": 2, "n_embd": 8, "n_inner": 32, "n_head": 2, "n_positions": 16}
+    sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 16}
     module.FIRST |= {"vocab_size": 300, "config_overrides": sizes, "max_steps": 2}
     module.FURTHER |= {"max_steps": 2}
     module.CUT.clear()
