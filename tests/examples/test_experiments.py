@@ -273,6 +273,7 @@ def test_budgets_of_one_checkpoint_against_cut_models(
     module.CUT["2 layers"] = (0,)
     module.MODELS = tuple(name for name in module.MODELS if name != "3 layers")
     module.BUDGETS, module.NESTED_LAYERS = (1.0, 0.5, 0.25), (2, 2, 1)
+    module.OF_MODELS = dict.fromkeys(module.OF_MODELS, module.BUDGETS)
     results = tmp_path / "results.jsonl"
     argv = ["--model_name_or_path", checkpoint, "--data_dir", glue_dir, "--results", str(results)]
     module.EXPERIMENT.main([*argv, "--models_dir", str(tmp_path / "models")])
@@ -286,7 +287,7 @@ def test_budgets_of_one_checkpoint_against_cut_models(
     assert set(rows[-1]["measured"]) == {
         "plain",
         "2 layers",
-        *(f"{model} at {budget:g}" for model in module.WITH_BUDGETS for budget in module.BUDGETS),
+        *(f"{model} at {budget:g}" for model in module.OF_MODELS for budget in module.BUDGETS),
     }
     shown = report_of(module, results, tmp_path, capsys)
     assert "| nested at 0.25 | 2 |" in shown
