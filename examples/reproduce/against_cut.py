@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from figures import draw_line
+from figures import draw_line, panels, save
 from runs import Results, Settings
 from students import CCT, ITSELF, LAYERS, NESTED, PLAIN, Budgets, columns
-from summaries import Point, above_line, at_budget, by_seed, latest, with_deviation
+from summaries import (
+    Point,
+    above_line,
+    at_budget,
+    by_seed,
+    latest,
+    time_and_machine,
+    with_deviation,
+)
 
 from hf_moa.markdown import table
 
@@ -113,6 +122,17 @@ class AgainstCut:
         of_line = set.intersection(*(set(values) for _, values in line))
         return above_line((cost, {seed: y for seed, y in quality.items() if seed in of_line}), line)
 
+    def report(self, path: Path) -> str:
+        """Tables in Markdown; the figure is written to the path."""
+        if timed := [size for size in self.batch_sizes if self.times(size)]:
+            figure, axes = panels(len(timed))
+            for axis, size in zip(axes, timed, strict=True):
+                self.draw(axis, size)
+                axis.set_ylabel(self.name)
+            save(figure, axes, path)
+        time = time_and_machine(self.results, **self.settings)
+        return "\n\n".join([self.table(), self.table_against_cut(), time])
+
     def draw(self, axis: Any, size: int) -> None:
         """Quality against time in batches of a size: the cut models, and each checkpoint."""
         *others, last = (name.removesuffix(" layers") for name in (self.full, *self.cut))
@@ -133,6 +153,7 @@ class AgainstCut:
             ]
             if points:
                 draw_line(axis, points, style, label=name)
+        axis.set_xlabel(f"{self.unit}, batches of {size}")
 
 
 def timed_as(column: str, model: str) -> str:

@@ -26,7 +26,6 @@ from typing import Any
 from against_cut import AgainstCut
 from corpora import read_lines, wikitext
 from experiment import DATA_DIR, PRECISION, Experiment, Phase
-from figures import panels, save
 from runs import Results, Settings
 from scripts import (
     TRAINER_FLAGS,
@@ -38,7 +37,7 @@ from scripts import (
     run_script_once,
 )
 from students import ITSELF, LAYERS, NESTED, PLAIN, candidates, only_layers, write_student
-from summaries import at_budget, time_and_machine
+from summaries import at_budget
 
 BUDGETS = (1.0, 0.5, 0.33)
 NESTED_LAYERS = (6, 4, 3)
@@ -219,14 +218,7 @@ def report(results: Results, folder: Path) -> str:
         batch_sizes=BATCH_SIZES,
         unit="ms per token",
     )
-    if timed := [size for size in BATCH_SIZES if runs.times(size)]:
-        figure, axes = panels(len(timed))
-        for axis, size in zip(axes, timed, strict=True):
-            runs.draw(axis, size)
-            axis.set_xlabel(f"ms per token, batches of {size}")
-            axis.set_ylabel("perplexity")
-        save(figure, axes, folder / "perplexity.svg")
-    return "\n\n".join([runs.table(), runs.table_against_cut(), time_and_machine(results)])
+    return runs.report(folder / "perplexity.svg")
 
 
 EXPERIMENT = Experiment(

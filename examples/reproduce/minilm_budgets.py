@@ -248,7 +248,6 @@ def report(results: Results, folder: Path) -> str:
             for axis, task in zip(axes, timed, strict=True):
                 runs_of(results, task).draw(axis, size)
                 axis.set_title(task.upper())
-                axis.set_xlabel(f"ms per example, batches of {size}")
                 axis.set_ylabel("development accuracy (%)")
             save(figure, axes, folder / f"accuracy_batch_{size}.svg")
     for task in tasks:

@@ -25,7 +25,6 @@ from pathlib import Path
 from against_cut import AgainstCut
 from corpora import multi30k, read_lines
 from experiment import DATA_DIR, PRECISION, Experiment, Phase
-from figures import panels, save
 from runs import Results, Settings
 from scripts import (
     TRAINER_FLAGS,
@@ -46,7 +45,7 @@ from students import (
     only_layers,
     write_student,
 )
-from summaries import at_budget, time_and_machine
+from summaries import at_budget
 from translation_runs import held_out_text, labelled, on_references
 
 BUDGETS = (1.0, 0.5, 0.33, 0.2)
@@ -232,14 +231,7 @@ def report(results: Results, folder: Path) -> str:
         batch_sizes=BATCH_SIZES,
         unit="ms per sentence",
     )
-    if timed := [size for size in BATCH_SIZES if runs.times(size)]:
-        figure, axes = panels(len(timed))
-        for axis, size in zip(axes, timed, strict=True):
-            runs.draw(axis, size)
-            axis.set_xlabel(f"ms per sentence, batches of {size}")
-            axis.set_ylabel("BLEU")
-        save(figure, axes, folder / "bleu.svg")
-    return "\n\n".join([runs.table(), runs.table_against_cut(), time_and_machine(results)])
+    return runs.report(folder / "bleu.svg")
 
 
 EXPERIMENT = Experiment(
