@@ -6,8 +6,8 @@ for row in benchmark(model, batch):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from . import timing
 from .eval_mode import in_eval_mode
 from .modeling.core.mechanism import field_names
-from .timing import compare
 
 if TYPE_CHECKING:
     from .gated_models import GatedPreTrainedModel
@@ -63,9 +63,11 @@ def benchmark(
     chosen = config.listed_budgets if budgets is None else list(budgets)
     before = config.cct_execution
     try:
-        with in_eval_mode(model), _compiler(compiled, model.device) as compile_model:
-            rows, runs = _rows_and_runs(model, batch, chosen, compile_model)
-            times = compare({str(i): run for i, run in enumerate(runs)}, turns=turns, title="benchmark")
+        with in_eval_mode(model), _many_graphs() if compiled else nullcontext():
+            rows, runs = _rows_and_runs(model, batch, chosen, compiled)
+            times = timing.compare(
+                {str(i): run for i, run in enumerate(runs)}, turns=turns, title="benchmark"
+            )
     finally:
         if config.has_cct:
             model.set_cct_execution(before)
@@ -75,45 +77,26 @@ def benchmark(
     ]
 
 
-@contextmanager
-def _compiler(compiled: bool, device: torch.device) -> Iterator[Callable[[nn.Module], Callable]]:
-    """What makes a model fast: torch.compile, or nothing."""
-    if not compiled:
-        yield lambda model: model
-        return
-
-    def compile_model(model: nn.Module) -> Callable:
-        mode = "reduce-overhead" if device.type == "cuda" else None
-        graph = torch.compile(model, mode=mode)
-
-        def call(**arguments: Any) -> Any:
-            torch.compiler.cudagraph_mark_step_begin()  # what the last call returned is not kept
-            return graph(**arguments)
-
-        return call
-
-    # the plain model, and each budget and execution of the gated one, have the same code
-    with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
-        yield compile_model
-
-
-_MOST_GRAPHS = 64
+def _many_graphs() -> AbstractContextManager[None]:
+    """The plain model, and each budget and execution of the gated one, have the same code."""
+    return torch._dynamo.config.patch(recompile_limit=64)
 
 
 def _rows_and_runs(
     model: GatedPreTrainedModel,
     batch: Mapping[str, Tensor],
     chosen: list[Any],
-    compile_model: Callable[[nn.Module], Callable],
+    compiled: bool,
 ) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
     """What to time, and what the table says of each."""
     config = model.config
+    timed = timing.compiled if compiled else lambda module: module
     plain: nn.Module = plain_model(model)
     plain = plain.to(model.device, model.dtype).eval()
     name = f"{type(model).__name__} without gates"
     rows = [{"model": name, "budget": None, "execution": None, "compute_fraction": None}]
-    runs: list[Callable[[], object]] = [partial(compile_model(plain), **batch)]
-    before, gated = config.cct_execution, compile_model(model)
+    runs: list[Callable[[], object]] = [partial(timed(plain), **batch)]
+    before, gated = config.cct_execution, timed(model)
 
     def run(execution: str, arguments: dict[str, Any]) -> Any:
         if config.has_cct and config.cct_execution != execution:

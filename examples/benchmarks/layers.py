@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from hf_moa.timing import compiled as compiled_module
+
 
 def forward(module: nn.Module, *inputs, compiled: bool = False, **kwargs) -> Callable[[], object]:
     """Inference of `module`, in eval mode."""
@@ -42,12 +44,6 @@ def step(module: nn.Module, x: torch.Tensor, *, training: bool, **kwargs) -> Cal
 
 
 def _compiled(module: nn.Module) -> Callable:
-    """`module` by torch.compile, on a GPU in CUDA graphs, which take Python out of the time."""
+    """`module` by torch.compile, as one graph."""
     torch._dynamo.reset()  # forgets other tables' modules: it compiles a class eight times at most
-    compiled = torch.compile(module, mode="reduce-overhead", fullgraph=True, dynamic=False)
-
-    def call(*inputs, **kwargs):
-        torch.compiler.cudagraph_mark_step_begin()  # what the last call returned may be overwritten
-        return compiled(*inputs, **kwargs)
-
-    return call
+    return compiled_module(module, fullgraph=True, dynamic=False)
