@@ -172,6 +172,15 @@ class Case:
             inputs["decoder_input_ids"] = batch(**sizes | {"length": 6, "seed": 3})[0]
         return inputs
 
+    def inputs_padded(self, side: str) -> dict[str, torch.Tensor]:
+        """The same with padding on the "right" or "left", or without a mask ("none")."""
+        inputs = self.inputs()
+        if side == "left":
+            return inputs | {key: inputs[key].flip(1) for key in ("input_ids", "attention_mask")}
+        if side == "none":
+            del inputs["attention_mask"]
+        return inputs
+
     def labels(self) -> dict[str, torch.Tensor]:
         if self.task == "none":
             return {}
@@ -285,6 +294,18 @@ def each_variant_but(
             if name not in left_out.get(case.family.name, ())
         ],
     )
+
+
+# of CCT
+each_gated_variant = pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        pytest.param(case, fields, id=f"{case.family.name}-{name}")
+        for case in LANGUAGE_MODELS
+        for name, fields in case.family.variants.items()
+        if "cct_budgets" in fields
+    ],
+)
 
 
 def each_variant(test):

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import CASE, LANGUAGE_MODELS
+from families import CASE, each_gated_variant
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from triton_tools import Launcher, interpreted_copy
+from triton_tools import Launcher, in_float32, interpreted_copy
 
 from hf_moa import MoaBertConfig
 from hf_moa.modeling.attention.flow import AttentionCall
@@ -227,27 +227,6 @@ WIDER = {
     "gpt2": {"n_embd": 64, "n_inner": 64},
     "t5": {"d_kv": 16, "d_ff": 64},
 }
-each_gated_variant = pytest.mark.parametrize(
-    ("case", "fields"),
-    [
-        pytest.param(case, fields, id=f"{case.family.name}-{name}")
-        for case in LANGUAGE_MODELS
-        for name, fields in case.family.variants.items()
-        if "cct_budgets" in fields
-    ],
-)
-
-
-def in_float32(function):
-    """For a layer in float64, which the kernels do not know."""
-
-    def convert(value, dtype):
-        if isinstance(value, (list, tuple)):
-            return type(value)(convert(each, dtype) for each in value)
-        is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_real else value
-
-    return lambda *args: convert(function(*convert(args, torch.float32)), torch.float64)
 
 
 @pytest.fixture
@@ -273,11 +252,7 @@ def taken(interpreted, monkeypatch):
 @pytest.mark.parametrize("padding", ["right", "left", "none"])
 @each_gated_variant
 def test_models_compute_what_the_dense_form_does(case, fields, padding, taken):
-    inputs = case.inputs()
-    if padding == "left":
-        inputs = {k: v.flip(1) if k in ("input_ids", "attention_mask") else v for k, v in inputs.items()}
-    elif padding == "none":
-        del inputs["attention_mask"]
+    inputs = case.inputs_padded(padding)
     if fields.get("cct_full_budget_is_plain"):
         inputs["budget"] = 0.5
     if case.family.name != "bert":

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from families import CASE, LANGUAGE_MODELS
+from families import CASE, LANGUAGE_MODELS, each_gated_variant
 from peft import LoraConfig, get_peft_model
 from torch.func import functional_call, stack_module_state, vmap
 from transformers.pytorch_utils import Conv1D
@@ -17,16 +17,6 @@ from hf_moa.modeling.cct.skipped_keys import visible_keys
 from hf_moa.modeling.cct.token_subset import TokenSubset, in_steps
 from hf_moa.modeling.core.linear_slices import input_slice, is_plain, linear_slice
 from hf_moa.modeling.feed_forward.layers import gated_dense
-
-each_gated_variant = pytest.mark.parametrize(
-    ("case", "fields"),
-    [
-        pytest.param(case, fields, id=f"{case.family.name}-{name}")
-        for case in LANGUAGE_MODELS
-        for name, fields in case.family.variants.items()
-        if "cct_budgets" in fields
-    ],
-)
 
 
 def build(case, execution, **fields):
@@ -43,11 +33,7 @@ def budget_of(fields):
 @pytest.mark.parametrize("padding", ["right", "left", "none"])
 @each_gated_variant
 def test_sparse_equals_dense(case, fields, padding, implementation):
-    inputs = case.inputs()
-    if padding == "left":
-        inputs = {k: v.flip(1) if k in ("input_ids", "attention_mask") else v for k, v in inputs.items()}
-    elif padding == "none":
-        del inputs["attention_mask"]
+    inputs = case.inputs_padded(padding)
     outputs, inputs = [], inputs | budget_of(fields)
     for execution in ("dense", "sparse"):
         model = build(case, execution, attn_implementation=implementation, **fields)

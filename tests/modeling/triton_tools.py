@@ -77,21 +77,16 @@ def bytes_spilled(compiled, folder):
 
 
 def convert(argument, dtype):
-    """A tensor of real numbers in another dtype; all else as it is."""
+    """A tensor of real numbers in another dtype, also of those in a list or tuple; all else as it is."""
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(convert(each, dtype) for each in argument)
     is_real = isinstance(argument, torch.Tensor) and argument.is_floating_point()
     return argument.to(dtype) if is_real else argument
 
 
 def in_float32(function):
     """For a layer in float64, which the kernels do not know."""
-
-    def converting(*args):
-        found = function(*(convert(arg, torch.float32) for arg in args))
-        if isinstance(found, torch.Tensor):
-            return convert(found, torch.float64)
-        return tuple(convert(each, torch.float64) for each in found)
-
-    return converting
+    return lambda *args: convert(function(*convert(args, torch.float32)), torch.float64)
 
 
 class Launcher:
