@@ -15,7 +15,7 @@ import hashlib
 import re
 import sysconfig
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ SKIPPED_DIRECTORIES = frozenset(
 )
 MASK_TOKEN = "[MASK]"
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# Fields that hold statements, in the order of a statement. What is documented stands in no expression.
+_BLOCKS = ("body", "handlers", "cases", "orelse", "finalbody")
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,11 @@ def _docstrings_of(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             return
-    for node in ast.walk(tree):
+    left: deque[ast.AST] = deque([tree])
+    while left:
+        node = left.popleft()
+        for block in _BLOCKS:
+            left.extend(getattr(node, block, ()))
         if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
             yield text
 
