@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from accelerate_runs import SCRIPTS, weights
-from launching import ON_CPU, accelerate_launch, launch_ranks
+from launching import ON_CPU, launch_ranks
 from script_runs import command_line
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,6 +19,16 @@ pytest.importorskip("deepspeed")
 ZERO_3 = (
     *("--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "false"),
     *("--zero3_save_16bit_model", "true", "--gradient_clipping", "1.0"),
+    *(
+        "--num_machines",
+        "1",
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "no",
+        "--main_process_port",
+        "0",
+    ),
 )
 VARIANTS = {
     "mae": {"attention_type": "mae", "mae_gate_dropout": 0},
@@ -26,13 +38,20 @@ VARIANTS = {
 
 
 def run_under_deepspeed(values):
-    wrapper = Path(__file__).with_name("deepspeed_on_cpu.py")
+    """In two processes that are told what `accelerate launch` tells them."""
     script = SCRIPTS["clm"].__file__
-    accelerate_launch(
-        *(wrapper, script, *command_line(values)),
-        how=ZERO_3,
-        environment={"DS_ACCELERATOR": "cpu"},
-        timeout=600,  # it compiles an optimizer in each new environment
+    options = launch_command_parser().parse_args([*ZERO_3, script])
+    options.deepspeed_fields_from_accelerate_config = ""  # there is no such file
+    _, environment = prepare_deepspeed_cmd_env(options)
+    told = {name: value for name, value in environment.items() if name.startswith("ACCELERATE_")}
+    wrapper = Path(__file__).with_name("deepspeed_on_cpu.py")
+    launch_ranks(
+        2,
+        wrapper,
+        script,
+        *command_line(values),
+        environment=told | {"DS_ACCELERATOR": "cpu"},
+        timeout=600,
     )
 
 
@@ -68,6 +87,7 @@ def test_zero_3_is_data_parallelism_and_resumes_exactly(arguments, tmp_path, var
     launch_ranks(2, SCRIPTS["clm"].__file__, *command_line(parallel), environment=ON_CPU)
     sharded = {**values, "use_cpu": None, "output_dir": tmp_path / "sharded"}
     run_under_deepspeed(sharded)
+    assert list((tmp_path / "sharded" / "step_4").rglob("zero_pp_rank_*"))  # DeepSpeed's own files
     expected, found = weights(parallel), weights(sharded)
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
