@@ -18,6 +18,7 @@ from hf_moa.modeling.moa import fast_products as expert_products
 from hf_moa.modeling.moa import fast_products_cpu as expert_loop
 from hf_moa.modeling.moa import fast_products_gpu as expert_kernels
 from hf_moa.modeling.moa import projections as expert_linear
+from hf_moa.modeling.moa import slots_gpu as slot_kernels
 
 pytest.importorskip("triton")
 
@@ -34,10 +35,20 @@ dtypes = pytest.mark.parametrize(
 )
 
 
+# of the experts that were chosen, or of all
+each_form = pytest.mark.parametrize("by_expert", [True, False], ids=["chosen", "all"])
+
+
 @pytest.fixture(scope="module")
 def interpreted():
-    with interpreted_copy(expert_kernels) as module:
+    with interpreted_copy(slot_kernels) as slots, interpreted_copy(expert_kernels) as module:
+        for name in ("pick_slots", "pick_slots_scaled", "spread_slots"):
+            setattr(module, name, getattr(slots, name))
         yield module
+
+
+def groups_of(index, experts, by_expert=True):
+    return list(expert_kernels.expert_groups(index, experts)) if by_expert else []
 
 
 def draw(size, dtype):
@@ -55,9 +66,14 @@ def draw(size, dtype):
     return [[convert(t, dtype) for t in tensors] for tensors in (into, out_of)]
 
 
-def assert_close_to_float64(function, kernels, tensors, tolerance):
-    """What the kernels give is what the CPU's loop gives in float64, to a share of the largest."""
-    exact = [convert(t, torch.float64) for t in tensors]
+def assert_close_to_float64(function, kernels, tensors, groups, tolerance):
+    """What the kernels give is what the CPU's loop gives in float64, to a share of the largest.
+
+    Args:
+        tensors: the operator's, its empty list of groups among them if it computes all.
+        groups: for the loop.
+    """
+    exact = [groups if isinstance(t, list) else convert(t, torch.float64) for t in tensors]
     actual, expected = (
         getattr(kernels, function)(*tensors),
         getattr(expert_loop, f"cpu_{function}")(*exact),
@@ -84,55 +100,60 @@ def test_groups_are_the_loops(interpreted, experts):
 
 @sizes
 @dtypes
-def test_input(interpreted, size, dtype, tolerance):
+@each_form
+def test_input(interpreted, size, by_expert, dtype, tolerance):
     x, index, weight, bias, grad = draw(size, dtype)[0]
-    groups = interpreted.expert_groups(index, len(weight))
-    assert_close_to_float64("expert_input", interpreted, [x, *groups, weight, bias], tolerance)
+    every, groups = groups_of(index, len(weight)), groups_of(index, len(weight), by_expert)
+    check = partial(assert_close_to_float64, kernels=interpreted, groups=every, tolerance=tolerance)
+    check("expert_input", tensors=[x, index, groups, weight, bias])
     for needs in ((True, True, True), (True, False, False), (False, False, True)):
-        backward = [grad, x, *groups, weight, *needs]
-        assert_close_to_float64("expert_input_backward", interpreted, backward, tolerance)
-    without = interpreted.expert_input(x, *groups, weight, None)
+        check("expert_input_backward", tensors=[grad, x, index, groups, weight, *needs])
+    without = interpreted.expert_input(x, index, groups, weight, None)
     torch.testing.assert_close(
-        without, interpreted.expert_input(x, *groups, weight, torch.zeros_like(bias))
+        without, interpreted.expert_input(x, index, groups, weight, torch.zeros_like(bias))
     )
 
 
 @sizes
 @dtypes
-def test_output(interpreted, size, dtype, tolerance):
+@each_form
+def test_output(interpreted, size, by_expert, dtype, tolerance):
     x, index, scale, weight, grad = draw(size, dtype)[1]
-    groups = interpreted.expert_groups(index, len(weight))
-    assert_close_to_float64("expert_output", interpreted, [x, *groups, scale, weight], tolerance)
+    every, groups = groups_of(index, len(weight)), groups_of(index, len(weight), by_expert)
+    check = partial(assert_close_to_float64, kernels=interpreted, groups=every, tolerance=tolerance)
+    check("expert_output", tensors=[x, index, groups, scale, weight])
     for needs in ((True, True), (True, False), (False, True)):
-        backward = [grad, x, *groups, scale, weight, *needs]
-        assert_close_to_float64("expert_output_backward", interpreted, backward, tolerance)
+        check("expert_output_backward", tensors=[grad, x, index, groups, scale, weight, *needs])
 
 
 @dtypes
-def test_rows_of_others_are_zero(interpreted, dtype, tolerance):
+@each_form
+def test_rows_of_others_are_zero(interpreted, by_expert, dtype, tolerance):
     """Of experts that another process has: they are the last group, and have no matrix."""
     (x, index, weight, bias, grad), (heads, _, scale, out, grad_out) = draw(SIZES[0], dtype)
     weight, bias, out = weight[:-2], bias[:-2], out[:-2]
-    groups = interpreted.expert_groups(index.clamp(max=len(weight)), len(weight) + 1)
-    assert groups[1][-2] < index.numel()
-    check = partial(assert_close_to_float64, kernels=interpreted, tolerance=tolerance)
-    check("expert_input", tensors=[x, *groups, weight, bias])
-    check("expert_output", tensors=[heads, *groups, scale, out])
-    check("expert_input_backward", tensors=[grad, x, *groups, weight, True, True, True])
-    check("expert_output_backward", tensors=[grad_out, heads, *groups, scale, out, True, True])
+    index = index.clamp(max=len(weight))
+    every, groups = (groups_of(index, len(weight) + 1, form) for form in (True, by_expert))
+    assert every[1][-2] < index.numel()
+    check = partial(assert_close_to_float64, kernels=interpreted, groups=every, tolerance=tolerance)
+    check("expert_input", tensors=[x, index, groups, weight, bias])
+    check("expert_output", tensors=[heads, index, groups, scale, out])
+    check("expert_input_backward", tensors=[grad, x, index, groups, weight, True, True, True])
+    check("expert_output_backward", tensors=[grad_out, heads, index, groups, scale, out, True, True])
 
 
 @pytest.mark.parametrize("name", ["expert_input", "expert_output"])
-def test_strides_do_not_matter(interpreted, name):
+@each_form
+def test_strides_do_not_matter(interpreted, by_expert, name):
     is_input = name == "expert_input"
     x, index, *others, grad = draw(SIZES[0], torch.float32)[0 if is_input else 1]
-    groups = interpreted.expert_groups(index, SIZES[0][2])
+    groups = groups_of(index, SIZES[0][2], by_expert)
     forward, backward = interpreted.OPERATORS[name], interpreted.OPERATORS[f"{name}_backward"]
 
     def compute(x, others, grad):
         kept, needs = (others[:1], (True,) * 3) if is_input else (others, (True,) * 2)
-        yield forward(x, *groups, *others)
-        yield from backward(grad, x, *groups, *kept, *needs)
+        yield forward(x, index, groups, *others)
+        yield from backward(grad, x, index, groups, *kept, *needs)
 
     # another layout; and a gradient that is one number, expanded, as that of a sum is
     other_x, *other_others = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, *others))
@@ -144,12 +165,15 @@ def test_strides_do_not_matter(interpreted, name):
 
 
 @pytest.mark.parametrize("backbone", ["bert", "gpt2", "t5-decoder"])
-def test_a_layer_is_the_loop_over_tokens_and_experts(interpreted, backbone, monkeypatch):
+@each_form
+def test_a_layer_is_the_loop_over_tokens_and_experts(interpreted, backbone, by_expert, monkeypatch):
     """Through the operators and their gradients."""
+    monkeypatch.setattr(expert_linear, "computes_all_by_operator", lambda *_: True)
     operators = {name: in_float32(function) for name, function in interpreted.OPERATORS.items()}
     monkeypatch.setattr(expert_products, "_computed_by", lambda x: operators)
     sizes = {"num_attention_heads": 2, "num_attention_experts": 5, "head_dim": 12}
-    layer = attention_layer(backbone, attention_type="moa", moa_execution="sparse", **sizes)
+    execution = "sparse" if by_expert else "auto"
+    layer = attention_layer(backbone, attention_type="moa", moa_execution=execution, **sizes)
     x, mask = hidden()
     actual, _ = layer(x, mask)
     expected = moa_attention(layer.core, layer.weights, x, mask)
@@ -157,22 +181,44 @@ def test_a_layer_is_the_loop_over_tokens_and_experts(interpreted, backbone, monk
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "dtype", "by_expert"),
+    ("tokens", "experts", "dtype", "by_expert", "of_outputs"),
     [
-        (16_384, 64, torch.bfloat16, True),
-        (16_384, 40, torch.bfloat16, False),  # not many more than are chosen
-        (32, 64, torch.bfloat16, False),  # decoding
-        (16_384, 32, torch.float32, True),
-        (16_384, 16, torch.float32, False),
-        (16_384, 64, torch.float64, False),
+        (16_384, 128, torch.bfloat16, True, True),
+        (16_384, 64, torch.bfloat16, True, False),
+        (16_384, 40, torch.bfloat16, False, False),  # not many more than are chosen
+        (32, 128, torch.bfloat16, False, False),  # decoding
+        (16_384, 32, torch.float32, True, True),
+        (16_384, 16, torch.float32, False, False),
+        (16_384, 64, torch.float64, False, False),
     ],
 )
-def test_the_form_on_a_gpu(tokens, experts, dtype, by_expert, monkeypatch):
+def test_the_form_on_a_gpu(tokens, experts, dtype, by_expert, of_outputs, monkeypatch):
     monkeypatch.setattr(expert_linear, "kernels_run_on", lambda device: True)
     with FakeTensorMode():
         index = torch.empty(1, tokens, 8, dtype=torch.long, device="cuda")
         weight = torch.empty(experts, 64, 1024, dtype=dtype, device="cuda")
         assert expert_linear.computes_by_expert(index, weight) is by_expert
+        assert expert_linear.computes_by_expert(index, weight, adds_up=True) is of_outputs
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "execution", "by_operator"),
+    [
+        (16_384, torch.bfloat16, "auto", True),
+        (16_384, torch.float32, "auto", True),
+        (16_384, torch.float64, "auto", False),
+        (64, torch.bfloat16, "auto", False),  # decoding
+        (16_384, torch.bfloat16, "dense", False),  # the plain form
+    ],
+)
+def test_the_dense_form_on_a_gpu(tokens, dtype, execution, by_operator, monkeypatch):
+    monkeypatch.setattr(expert_linear, "kernels_run_on", lambda device: True)
+    with FakeTensorMode():
+        index = torch.empty(1, tokens, 8, dtype=torch.long, device="cuda")
+        for shape in ((16, 64, 1024), (16, 1024, 64)):
+            weight = torch.empty(shape, dtype=dtype, device="cuda")
+            found = expert_linear.computes_all_by_operator(index, weight, execution)
+            assert found is by_operator
 
 
 @pytest.fixture
@@ -230,11 +276,14 @@ def autocast_of_a_gpu(enabled, dtype):
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("autocasts", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_what_runs_around_the_kernels_waits_for_no_number(dtype, autocasts, monkeypatch):
+@each_form
+def test_what_runs_around_the_kernels_waits_for_no_number(by_expert, dtype, autocasts, monkeypatch):
     """On fake tensors of a GPU, which raise where a number is asked for. Autocast must not change what
     the operators return: it sums in float32."""
     monkeypatch.setattr(expert_kernels, "_multiply_rows", Launcher())
     monkeypatch.setattr(expert_kernels, "_multiply_experts", Launcher())
+    monkeypatch.setattr(slot_kernels, "_pick_rows", Launcher())
+    monkeypatch.setattr(slot_kernels, "_spread_rows", Launcher())
     monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
     compute = expert_products._compute
     tokens, selected, experts, narrow, wide = 40, 3, 7, 16, 32
@@ -246,18 +295,21 @@ def test_what_runs_around_the_kernels_waits_for_no_number(dtype, autocasts, monk
         x, heads, scale, into, bias, y = named.values()
         order, ends = compute("expert_groups", index, experts)
         assert order.dtype == ends.dtype == torch.long
+        groups = [order, ends] if by_expert else []
         found = [
-            compute("expert_input", x, order, ends, into, bias),
-            *compute("expert_input_backward", heads, x, order, ends, into, True, True, True),
-            compute("expert_output", heads, order, ends, scale, into),
-            *compute("expert_output_backward", y, heads, order, ends, scale, into, True, True),
+            compute("expert_input", x, index, groups, into, bias),
+            *compute("expert_input_backward", heads, x, index, groups, into, True, True, True),
+            compute("expert_output", heads, index, groups, scale, into),
+            *compute("expert_output_backward", y, heads, index, groups, scale, into, True, True),
         ]
     expected = [heads, x, into, bias, y, heads, scale, into]
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
 
 
-def test_operators_have_shapes_without_numbers(monkeypatch):
-    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_: True)
+@each_form
+def test_operators_have_shapes_without_numbers(by_expert, monkeypatch):
+    monkeypatch.setattr(expert_linear, "computes_by_expert", lambda *_, **__: by_expert)
+    monkeypatch.setattr(expert_linear, "computes_all_by_operator", lambda *_: True)
     with torch.device("meta"):
         into = expert_linear.ExpertInput(num_experts=7, in_features=32, out_features=16)
         out_of = expert_linear.ExpertOutput(num_experts=7, in_features=16, out_features=32)

@@ -1,12 +1,15 @@
 """The kernels for GPUs: translated by Triton's compiler, which needs none; run, where there is one."""
 
+import re
+
 import pytest
 import torch
 from test_expert_linear import choose
-from triton_tools import translate
+from triton_tools import bytes_spilled, translate
 
 from hf_moa.modeling.moa import fast_products_gpu as expert_kernels
 from hf_moa.modeling.moa import projections as expert_linear
+from hf_moa.modeling.moa import slots_gpu
 
 pytest.importorskip("triton")
 
@@ -69,14 +72,40 @@ def test_kernels_compile_for_gpus(precision, generation, monkeypatch, tmp_path):
         assert ("mma" in each.asm["ptx"]) is (precision != "ieee")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", [80, 90])
+def test_moves_compile_for_gpus(generation, monkeypatch, tmp_path):
+    """With loads and stores of 16 bytes, and without spills."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    rows, columns = slots_gpu._slot_tile(64)
+    tile = {"BLOCK_ROWS": rows, "BLOCK_WIDTH": columns, "SLOTS": 12, "num_warps": 4}
+    pointers = dict.fromkeys(("every", "x", "scale", "out", "dots"), "bf16") | {"index": "i64"}
+    none = {"x": None, "scale": None, "dots": None}
+    for kernel, constants in (
+        (slots_gpu._pick_rows, none),
+        (slots_gpu._pick_rows, {}),
+        (slots_gpu._spread_rows, {"scale": None, "BLOCK_SLOTS": 16}),
+        (slots_gpu._spread_rows, {"BLOCK_SLOTS": 16}),
+    ):
+        compiled = translate(
+            kernel, pointers, generation, undivided=["num_rows", "num_experts"], **constants, **tile
+        )
+        assert re.search(r"ld\.global\S*\.v4", compiled.asm["ptx"])
+        assert re.search(r"st\.global\S*\.v4", compiled.asm["ptx"])
+        assert bytes_spilled(compiled, tmp_path) == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("autocasts", [False, True])
-def test_kernels_on_a_gpu(dtype, autocasts):
+@pytest.mark.parametrize("execution", ["sparse", "auto"])
+def test_kernels_on_a_gpu(execution, dtype, autocasts, monkeypatch):
+    """Of the chosen experts, or of all."""
+    monkeypatch.setattr(expert_linear, "_FEWEST_MOVED", 0)
     if autocasts and dtype == torch.float32:
         pytest.skip("autocast is to half precision")
     torch.manual_seed(0)
-    shared = {"num_experts": 16, "execution": "sparse"}
+    shared = {"num_experts": 16, "execution": execution}
     into = expert_linear.ExpertInput(in_features=256, out_features=64, **shared)
     out_of = expert_linear.ExpertOutput(in_features=64, out_features=256, **shared)
     x, weight = torch.randn(2, 300, 256), torch.rand(2, 300, 3)

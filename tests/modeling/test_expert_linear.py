@@ -142,17 +142,20 @@ def test_operators_are_what_compilers_expect():
     scale = torch.rand(index.shape, dtype=torch.float64, requires_grad=True)
     operators, check = expert_products.operators(), torch.library.opcheck
     check(operators.expert_groups, (index, N))
-    groups = operators.expert_groups(index, N)
-    check(operators.expert_input, (x, *groups, into.weight, into.bias))
-    check(operators.expert_input, (x, *groups, into.weight, None))
+    groups = list(operators.expert_groups(index, N))
+    check(operators.expert_input, (x, index, groups, into.weight, into.bias))
+    check(operators.expert_input, (x, index, groups, into.weight, None))
     transposed = torch.randn(WIDE, len(index), dtype=torch.float64, requires_grad=True).T
-    check(operators.expert_input, (transposed, *groups, into.weight, into.bias))
-    check(operators.expert_output, (heads, *groups, scale, out_of.weight))
+    check(operators.expert_input, (transposed, index, groups, into.weight, into.bias))
+    check(operators.expert_output, (heads, index, groups, scale, out_of.weight))
     for needs in itertools.product((True, False), repeat=3):
         grad = torch.randn(*index.shape, NARROW, dtype=torch.float64)
-        check(operators.expert_input_backward, (grad, x.detach(), *groups, into.weight.detach(), *needs))
+        check(
+            operators.expert_input_backward,
+            (grad, x.detach(), index, groups, into.weight.detach(), *needs),
+        )
         if needs[2]:
-            tensors = (x.detach(), heads.detach(), *groups, scale.detach(), out_of.weight.detach())
+            tensors = (x.detach(), heads.detach(), index, groups, scale.detach(), out_of.weight.detach())
             check(operators.expert_output_backward, (*tensors, *needs[:2]))
 
 

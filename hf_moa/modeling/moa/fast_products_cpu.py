@@ -24,7 +24,7 @@ def cpu_expert_groups(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return flat.argsort(stable=True), flat.bincount(minlength=num_experts).cumsum(0)
 
 
-class _Groups:
+class _Parts:
     """The rows of an order, expert by expert and at most `_ROWS` at once.
 
     Iterating gives an expert's number, rows of it, and their tokens. `scratch` is memory that all of
@@ -69,12 +69,13 @@ def _product(a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
 
 
 def cpu_expert_input(
-    x: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None
+    x: Tensor, index: Tensor, groups: list[Tensor], weight: Tensor, bias: Tensor | None
 ) -> Tensor:
+    order, ends = groups
     y = _new_rows(ends, weight)(x, (len(order), weight.shape[1]))
-    groups = _Groups(order, ends[: len(weight)], len(x))
-    gathered, projected = groups.scratch(x, x.shape[1]), groups.scratch(x, weight.shape[1])
-    for expert, rows, tokens in groups:
+    parts = _Parts(order, ends[: len(weight)], len(x))
+    gathered, projected = parts.scratch(x, x.shape[1]), parts.scratch(x, weight.shape[1])
+    for expert, rows, tokens in parts:
         part = _product(_rows(x, tokens, gathered), weight[expert].t(), projected)
         y.index_copy_(0, rows, part if bias is None else part.add_(bias[expert]))
     return y.view(len(x), -1, weight.shape[1])
@@ -83,21 +84,22 @@ def cpu_expert_input(
 def cpu_expert_input_backward(
     grad: Tensor,
     x: Tensor,
-    order: Tensor,
-    ends: Tensor,
+    index: Tensor,
+    groups: list[Tensor],
     weight: Tensor,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `x`, `weight` and `bias`; one that is not needed is empty."""
+    order, ends = groups
     grad = grad.reshape(len(order), -1)
     grad_x = _sums(x, *x.shape) if needs_x else x.new_empty(0)
     grad_weight = weight.new_zeros(weight.shape) if needs_weight else weight.new_empty(0)
     grad_bias = _sums(weight, *weight.shape[:2]) if needs_bias else weight.new_empty(0)
-    groups = _Groups(order, ends[: len(weight)], len(x))
-    gathered, projected = groups.scratch(x, x.shape[1]), groups.scratch(x, weight.shape[1])
-    for expert, rows, tokens in groups:
+    parts = _Parts(order, ends[: len(weight)], len(x))
+    gathered, projected = parts.scratch(x, x.shape[1]), parts.scratch(x, weight.shape[1])
+    for expert, rows, tokens in parts:
         part = _rows(grad, rows, projected)
         if needs_weight:
             grad_weight[expert].addmm_(part.t(), _rows(x, tokens, gathered))
@@ -108,12 +110,15 @@ def cpu_expert_input_backward(
     return grad_x.to(x.dtype), grad_weight, grad_bias.to(weight.dtype)
 
 
-def cpu_expert_output(x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+def cpu_expert_output(
+    x: Tensor, index: Tensor, groups: list[Tensor], scale: Tensor, weight: Tensor
+) -> Tensor:
+    order, ends = groups
     y = _sums(x, len(x), weight.shape[2])
     rows_of_x, scale = x.reshape(len(order), -1), scale.reshape(-1, 1)
-    groups = _Groups(order, ends[: len(weight)], len(x))
-    gathered, projected = groups.scratch(x, weight.shape[1]), groups.scratch(x, weight.shape[2])
-    for expert, rows, tokens in groups:
+    parts = _Parts(order, ends[: len(weight)], len(x))
+    gathered, projected = parts.scratch(x, weight.shape[1]), parts.scratch(x, weight.shape[2])
+    for expert, rows, tokens in parts:
         part = _rows(rows_of_x, rows, gathered).mul_(scale.index_select(0, rows))
         y.index_add_(0, tokens, _product(part, weight[expert], projected).to(y.dtype))
     return y.to(x.dtype)
@@ -122,23 +127,24 @@ def cpu_expert_output(x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, wei
 def cpu_expert_output_backward(
     grad: Tensor,
     x: Tensor,
-    order: Tensor,
-    ends: Tensor,
+    index: Tensor,
+    groups: list[Tensor],
     scale: Tensor,
     weight: Tensor,
     needs_x_or_scale: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `x`, `scale` and `weight`; one that is not needed is empty."""
+    order, ends = groups
     rows_of_x, rows_of_scale = x.reshape(len(order), -1), scale.reshape(-1, 1)
     new = _new_rows(ends, weight)
     grad_x = new(x, rows_of_x.shape if needs_x_or_scale else (0,))
     grad_scale = new(scale, rows_of_scale.shape if needs_x_or_scale else (0,))
     grad_weight = weight.new_zeros(weight.shape) if needs_weight else weight.new_empty(0)
-    groups = _Groups(order, ends[: len(weight)], len(x))
-    gathered, projected = groups.scratch(x, weight.shape[1]), groups.scratch(x, weight.shape[1])
-    wide = groups.scratch(x, weight.shape[2])
-    for expert, rows, tokens in groups:
+    parts = _Parts(order, ends[: len(weight)], len(x))
+    gathered, projected = parts.scratch(x, weight.shape[1]), parts.scratch(x, weight.shape[1])
+    wide = parts.scratch(x, weight.shape[2])
+    for expert, rows, tokens in parts:
         part_scale = rows_of_scale.index_select(0, rows)
         part, grad_part = _rows(rows_of_x, rows, gathered), _rows(grad, tokens, wide)
         if needs_x_or_scale:

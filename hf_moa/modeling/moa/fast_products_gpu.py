@@ -1,10 +1,13 @@
 """The operators of `fast_products.py` on a GPU, in Triton.
 
-Two kernels. `_multiply_rows` multiplies each row by the matrix of its expert: it gathers a tile of an
-expert's rows, wherever they lie, and writes the products where they belong. `_multiply_experts` sums the
-outer products of an expert's rows, for the gradient of its matrix. Both read from the device which rows
-are whose, so the host waits for nothing: it starts as many programs as the worst division of the rows
-could need, and those that find no rows return.
+Without groups they multiply by all experts' matrices at once, which PyTorch does best, and pick the
+chosen (`slots_gpu.py`). What they spread for that is not kept for the backward pass, but spread again.
+
+With groups only the chosen are multiplied. `_multiply_rows` multiplies each row by the matrix of its
+expert: it gathers a tile of an expert's rows, wherever they lie, and writes the products where they
+belong. `_multiply_experts` sums the outer products of an expert's rows, for the gradient of its matrix.
+Both read from the device which rows are whose, so the host waits for nothing: it starts as many programs
+as the worst division of the rows could need, and those that find no rows return.
 
 Sums over a token's k experts go through a buffer `[tokens * k, d]`: to add in place would take atomic
 additions in float32, which move twice the bytes and give another result each time.
@@ -18,9 +21,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.gpu_kernels import jit, tl, triton
+from .slots_gpu import pick_slots, pick_slots_scaled, spread_slots
 
 
 class _Tiles(NamedTuple):
@@ -193,7 +197,13 @@ def expert_groups(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(ordered, experts, right=True)
 
 
-def expert_input(x: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def expert_input(
+    x: Tensor, index: Tensor, groups: list[Tensor], weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    if not groups:
+        every = nn.functional.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
+        return pick_slots(every.view(len(x), *weight.shape[:2]), index)
+    order, ends = groups
     y = _row_products(x, order, ends, weight.transpose(1, 2), bias=bias)
     return y.view(len(x), -1, weight.shape[1])
 
@@ -201,50 +211,73 @@ def expert_input(x: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: T
 def expert_input_backward(
     grad: Tensor,
     x: Tensor,
-    order: Tensor,
-    ends: Tensor,
+    index: Tensor,
+    groups: list[Tensor],
     weight: Tensor,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad = grad.reshape(len(order), -1).contiguous()
-    grad_x = x.new_empty(0)
+    grad_x, grad_weight = x.new_empty(0), weight.new_empty(0)
+    if not groups:
+        every = spread_slots(grad, index, None, len(weight)).flatten(1)
+        if needs_x:
+            grad_x = every @ weight.flatten(0, 1)
+        if needs_weight:
+            grad_weight = (every.t() @ x).view(weight.shape)
+        grad_bias = every.sum(dim=0).view(weight.shape[:2]) if needs_bias else weight.new_empty(0)
+        return grad_x, grad_weight, grad_bias
+    order, ends = groups
+    grad = grad.reshape(index.numel(), -1).contiguous()
+    grad_bias = weight.new_empty(weight.shape[:2] if needs_bias else 0)
     if needs_x:
         grad_x = _row_products(grad, order, ends, weight).view(len(x), -1, x.shape[1]).sum(dim=1)
-    grad_weight = weight.new_empty(0)
-    grad_bias = weight.new_empty(weight.shape[:2] if needs_bias else 0)
     if needs_weight or needs_bias:
         sums = grad_bias if needs_bias else None
-        grad_weight = _expert_products(grad, x, order, ends, num_experts=len(weight), sums=sums)
-    return grad_x, grad_weight if needs_weight else weight.new_empty(0), grad_bias
+        products = _expert_products(grad, x, order, ends, num_experts=len(weight), sums=sums)
+        grad_weight = products if needs_weight else grad_weight
+    return grad_x, grad_weight, grad_bias
 
 
-def expert_output(x: Tensor, order: Tensor, ends: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    rows = x.reshape(len(order), -1)
-    y = _row_products(rows, order, ends, weight, scale=scale)
+def expert_output(
+    x: Tensor, index: Tensor, groups: list[Tensor], scale: Tensor, weight: Tensor
+) -> Tensor:
+    if not groups:
+        return spread_slots(x, index, scale, len(weight)).flatten(1) @ weight.flatten(0, 1)
+    order, ends = groups
+    y = _row_products(x.flatten(0, 1), order, ends, weight, scale=scale)
     return y.view(len(x), -1, weight.shape[2]).sum(dim=1)
 
 
 def expert_output_backward(
     grad: Tensor,
     x: Tensor,
-    order: Tensor,
-    ends: Tensor,
+    index: Tensor,
+    groups: list[Tensor],
     scale: Tensor,
     weight: Tensor,
     needs_x_or_scale: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad = grad.contiguous()
     grad_x, grad_scale, grad_weight = x.new_empty(0), scale.new_empty(0), weight.new_empty(0)
+    if not groups:
+        if needs_x_or_scale:
+            every = (grad @ weight.flatten(0, 1).t()).view(len(x), *weight.shape[:2])
+            grad_x, grad_scale = pick_slots_scaled(every, index, x, scale)
+        if needs_weight:
+            spread = spread_slots(x, index, scale, len(weight)).flatten(1)
+            grad_weight = (spread.t() @ grad).view(weight.shape)
+        return grad_x, grad_scale, grad_weight
+    order, ends = groups
+    grad = grad.contiguous()
     if needs_x_or_scale:
         product = _row_products(grad, order, ends, weight.transpose(1, 2)).view(x.shape)
         grad_scale = (product * x).sum(dim=-1)
         grad_x = product * scale.unsqueeze(-1)
     if needs_weight:
-        rows = x.reshape(len(order), -1)
-        grad_weight = _expert_products(rows, grad, order, ends, num_experts=len(weight), scale=scale)
+        grad_weight = _expert_products(
+            x.flatten(0, 1), grad, order, ends, num_experts=len(weight), scale=scale
+        )
     return grad_x, grad_scale, grad_weight
 
 

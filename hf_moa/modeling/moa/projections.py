@@ -4,7 +4,7 @@ Two maps, because attention stands between them: into the heads (`ExpertInput`) 
 (`ExpertOutput`). Each has three forms of the same function, and takes the one that is fastest:
 
 - dense: all N experts in one matrix product, of which the chosen are kept. Fastest where N is not much
-  larger than k, and the only one in exported graphs.
+  larger than k, and the only one in exported graphs. On a GPU it has an operator, too.
 - by expert (`fast_products.py`): no other expert is computed. On a CPU or a GPU, for many tokens.
 - by slot: a vector product for each of a single token's experts. On a CPU, to decode.
 """
@@ -26,6 +26,8 @@ from ..core.precision import compute_dtype
 from ..core.tracing import is_traced, is_transformed
 from .fast_products import expert_input, expert_output
 
+_FEWEST_MOVED = 2**20  # numbers of the chosen
+
 
 @torch.compiler.assume_constant_result
 def multiplies_on_tensor_cores(dtype: torch.dtype) -> bool:
@@ -34,7 +36,12 @@ def multiplies_on_tensor_cores(dtype: torch.dtype) -> bool:
 
 
 def computes_by_expert(
-    index: Tensor, weight: Tensor, execution: str = "auto", num_ranks: int = 1
+    index: Tensor,
+    weight: Tensor,
+    execution: str = "auto",
+    num_ranks: int = 1,
+    *,
+    adds_up: bool = False,
 ) -> bool:
     """Whether to compute expert by expert: as `moa_execution` says, or where it is faster.
 
@@ -48,6 +55,8 @@ def computes_by_expert(
         weight: `[N, a, b]`.
         execution: `moa_execution` of the configuration.
         num_ranks: processes that share the experts, of which this one has N.
+        adds_up: the products of a token are summed. On a GPU that goes through memory, where on an H100
+            `[tokens * k, d]` took as long as the dense products of 8k experts.
     """
     if execution == "dense" or _is_drawn_as_graph() or is_transformed():
         return False
@@ -56,17 +65,30 @@ def computes_by_expert(
     num_experts, a, b = weight.shape
     dtype = compute_dtype(weight)
     if weight.device.type == "cpu":
-        factor, price = (4.0, 5_000_000) if dtype.itemsize == 2 else (1.4, 1_300_000)
+        factor, price = (4.0, 5e6) if dtype.itemsize == 2 else (1.4, 1.3e6)
         price *= num_experts
     elif weight.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16, torch.float32):
         is_fast = multiplies_on_tensor_cores(dtype)
-        factor, price = (5.0, 20_000_000_000) if is_fast else (2.0, 5_000_000_000)
+        factor, price = (8.0 if adds_up else 5.0, 2e10) if is_fast else (2.0, 5e9)
     else:
         return False
     num_tokens, num_selected = index.shape[0] * index.shape[1], index.shape[2] / num_ranks
     # false where a compiled graph does not know how many tokens there are
     is_faster = guard_or_false(num_tokens * (num_experts - factor * num_selected) * a * b > price)
     return is_faster and (weight.device.type == "cpu" or kernels_run_on(weight.device))
+
+
+def computes_all_by_operator(index: Tensor, weight: Tensor, execution: str = "auto") -> bool:
+    """Whether the dense form is the operator of `fast_products.py`: on a GPU, for so many tokens that
+    moving the chosen takes longer than starting an operator."""
+    if execution != "auto" or weight.device.type != "cuda":
+        return False
+    if _is_drawn_as_graph() or is_transformed():
+        return False
+    if compute_dtype(weight) not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    width = min(weight.shape[1:])
+    return guard_or_false(index.numel() * width > _FEWEST_MOVED) and kernels_run_on(weight.device)
 
 
 def computes_by_slot(index: Tensor, weight: Tensor, execution: str = "auto", num_ranks: int = 1) -> bool:
@@ -124,13 +146,15 @@ class ExpertInput(nn.Module):
         return macs_of_experts(self.weight, index)
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
-        if computes_by_expert(index, self.weight, self.moa_execution, self.num_ranks):
+        by_expert = computes_by_expert(index, self.weight, self.moa_execution, self.num_ranks)
+        if by_expert or computes_all_by_operator(index, self.weight, self.moa_execution):
             dtype = compute_dtype(self.weight)
             y = expert_input(
                 x.flatten(0, 1).to(dtype),
                 index.flatten(0, 1),
                 self.weight.to(dtype),
                 None if self.bias is None else self.bias.to(dtype),
+                by_expert=by_expert,
                 has_others=self.num_ranks > 1,
             )
             return torch.unflatten(y, 0, index.shape[:2])
@@ -195,13 +219,17 @@ class ExpertOutput(nn.Module):
         return macs_of_experts(self.weight, index)
 
     def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        if computes_by_expert(index, self.weight, self.moa_execution, self.num_ranks):
+        by_expert = computes_by_expert(
+            index, self.weight, self.moa_execution, self.num_ranks, adds_up=True
+        )
+        if by_expert or computes_all_by_operator(index, self.weight, self.moa_execution):
             dtype = compute_dtype(self.weight)
             y = expert_output(
                 x.flatten(0, 1).to(dtype),
                 index.flatten(0, 1),
                 weight.flatten(0, 1).to(dtype),
                 self.weight.to(dtype),
+                by_expert=by_expert,
                 has_others=self.num_ranks > 1,
             )
             y = torch.unflatten(y, 0, index.shape[:2])
