@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..core.precision import at_least_float32
 from ..core.process_sum import sum_over_processes
+from .fast_choice import choose_experts, chooses_by_kernel
 from .losses import (
     expert_counts,
     expert_load,
@@ -141,11 +142,17 @@ class TopKRouter(nn.Module):
 
     def select(self, logits: Tensor, padding_mask: Tensor | None, noise: Noise | None = None) -> Routing:
         """Keep the k best of `logits` `[B, T, N]`."""
-        top, index = self._best(logits.softmax(dim=-1))
-        normalizer = top.sum(dim=-1, keepdim=True)
+        if self.num_groups == 1 and chooses_by_kernel(logits):
+            weight, index = choose_experts(
+                logits, self.num_selected, detach_normalizer=self.detach_normalizer
+            )
+        else:
+            top, index = self._best(logits.softmax(dim=-1))
+            normalizer = top.sum(dim=-1, keepdim=True)
+            weight = top / (normalizer.detach() if self.detach_normalizer else normalizer)
         return Routing(
             index=index,
-            weight=top / (normalizer.detach() if self.detach_normalizer else normalizer),
+            weight=weight,
             logits=logits,
             mask=padding_mask,
             noise=noise,
