@@ -3,7 +3,7 @@
     python examples/benchmarks/run.py   # all: more than an hour on one thread
     python examples/benchmarks/run.py moa --threads 2 --turns 7 --output_dir out
     python examples/benchmarks/run.py moa cct mae --device cuda --dtype bfloat16
-    python examples/benchmarks/run.py moa mae --device cuda --dtype bfloat16 --compile
+    python examples/benchmarks/run.py moa mae training --device cuda --dtype bfloat16 --compile
     GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296 \
         python examples/benchmarks/run.py moa                 # with a malloc that keeps its memory
 
@@ -26,6 +26,7 @@ import memory
 import moa
 import moe
 import torch
+import training
 import transformers
 from tables import Table, conditions, merged, summary
 
@@ -41,8 +42,9 @@ BENCHMARKS = {
     "memory": memory.measure,
     "masked_lm": masked_lm.measure,
     "classifiers": classifiers.measure,
+    "training": training.measure,
 }
-COMPILABLE = ("mae", "moa", "cct")
+COMPILABLE = ("mae", "moa", "cct", "training")
 # Okabe and Ito's colours, told apart in grey by their marks
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")

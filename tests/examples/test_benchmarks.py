@@ -46,7 +46,7 @@ def test_one_turn_is_refused(benchmarks, capsys):
 def test_what_is_not_compiled_is_refused(benchmarks, capsys):
     with pytest.raises(SystemExit):
         benchmarks("run").main(["moa", "memory", "--compile"])
-    assert "--compile goes only with mae, moa, cct (got memory)" in capsys.readouterr().err
+    assert "--compile goes only with mae, moa, cct, training (got memory)" in capsys.readouterr().err
 
 
 def test_models_are_compiled(benchmarks, tmp_path, monkeypatch):
@@ -97,6 +97,22 @@ def test_experts_are_timed_in_both_forms(benchmarks, monkeypatch):
     for candidates in seen:
         for one, other in zip(*(run() for run in candidates.values()), strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_whole_models_are_trained(benchmarks, monkeypatch):
+    training = benchmarks("training")
+    bert = {"num_hidden_layers": 1, "hidden_size": 24, "intermediate_size": 48, "vocab_size": 90}
+    gpt2 = {"n_layer": 1, "n_embd": 24, "vocab_size": 90, "bos_token_id": 0, "eos_token_id": 0}
+    monkeypatch.setattr(training, "SIZES", {"cpu": {"BERT": (2, 8, bert), "GPT-2": (2, 8, gpt2)}})
+    monkeypatch.setattr(training, "LARGE", {"cpu": 8})
+    tables = list(training.measure(turns=2, dtype=torch.float32))
+    assert [table.unit for table in tables] == ["ms", "tokens/s", "MB"] * 2
+    times, rates, _ = tables[3:]
+    assert times.title.startswith("training GPT-2, 2 x 8 tokens, a step (GPT2LMHeadModel ")
+    assert [result.name for result in times.results] == ["GPT2LMHeadModel", *training.MECHANISMS]
+    for time, rate in zip(times.results, rates.results, strict=True):
+        assert rate.value == pytest.approx(16 / (1e-3 * time.value))
+    assert all(result.value > 0 for table in tables for result in table.results)
 
 
 def test_classifiers_are_timed_with_one_token_and_with_all(benchmarks, monkeypatch):
