@@ -4,16 +4,22 @@
     python examples/benchmarks/run.py moa --threads 2 --turns 7 --output_dir out
     python examples/benchmarks/run.py moa cct mae --device cuda --dtype bfloat16
     python examples/benchmarks/run.py moa mae training --device cuda --dtype bfloat16 --compile
+    python examples/benchmarks/run.py cct moa mae training --device cuda --dtype bfloat16 --compile \
+        --checks --seconds 300 --output_dir out               # checks and times, in five minutes
     GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296 \
         python examples/benchmarks/run.py moa                 # with a malloc that keeps its memory
 
 Prints tables in Markdown: median time, half the distance between the quartiles in per cent of it, and
 the median of the ratios to the first candidate, turn by turn; of memory, its size and ratio.
-`--output_dir` gets them as results.json, in short as results.md, and a picture of the ratios.
+`--output_dir` gets them as results.json, in short as results.md, and a picture of the ratios, written
+again with every table.
 """
 
 import argparse
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import cct
@@ -62,6 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
         "--compile", action="store_true", help=f"by torch.compile; of {', '.join(COMPILABLE)}"
     )
     parser.add_argument("--turns", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--checks", action="store_true", help="run the kernels' tests first")
+    parser.add_argument(
+        "--seconds", type=float, help="then no further table is begun; default: no limit"
+    )
     parser.add_argument("--output_dir", type=Path)
     options = parser.parse_args(arguments)
     unknown = set(options.benchmark) - set(BENCHMARKS)
@@ -73,10 +83,12 @@ def main(arguments: list[str] | None = None) -> None:
     if options.turns < 2:
         parser.error(f"--turns must be at least 2 (got {options.turns})")
 
+    start = time.monotonic()
+    checks = {"checks": check()} if options.checks else {}
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     dtype = getattr(torch, options.dtype)
-    where = conditions(dtype, options.device, compiled=options.compile)
+    where = conditions(dtype, options.device, compiled=options.compile) | checks
     heading = ", ".join(f"{name} {value}" for name, value in where.items())
     print(f"{heading}\n")
     tables = []
@@ -87,8 +99,21 @@ def main(arguments: list[str] | None = None) -> None:
             for table in BENCHMARKS[name](turns=options.turns, dtype=dtype, **extra):
                 print(f"{table.markdown()}\n", flush=True)
                 tables.append(table)
-    if options.output_dir is not None:
-        write(options.output_dir, heading, where, tables)
+                if options.output_dir is not None:
+                    write(options.output_dir, heading, where, tables)
+                if options.seconds is not None and time.monotonic() - start > options.seconds:
+                    print(f"Stopped after {options.seconds:g} seconds, in {name}.")
+                    return
+
+
+def check() -> str:
+    """What pytest says at the end of the kernels' tests on a GPU."""
+    root = Path(__file__).resolve().parents[2]
+    kernels = sorted(map(str, (root / "tests" / "modeling").glob("test_*_compiled.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--disable-warnings", *kernels]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    print(done.stdout[-4000:])
+    return (done.stdout.strip() or done.stderr.strip()).splitlines()[-1].strip("= ")
 
 
 def write(folder: Path, heading: str, where: dict, tables: list[Table]) -> None:

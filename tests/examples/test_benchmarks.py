@@ -1,6 +1,7 @@
 """The benchmark script runs, and writes what it says. (Its figures are for those who run it.)"""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,22 @@ def test_script_writes_tables_and_a_picture(benchmarks, tmp_path, monkeypatch, c
     assert [t["results"][0]["ratio"] for t in data["tables"]] == [1.0] * 4
     assert (tmp_path / "results.md").read_text().startswith("processor")
     assert (tmp_path / "ratios.svg").is_file()
+
+
+def test_a_run_stops_in_time_with_what_it_has(benchmarks, tmp_path, monkeypatch, capsys):
+    run, moa = benchmarks("run"), benchmarks("moa")
+    monkeypatch.setattr(moa, "SIZES", {"cpu": moa.Size(hidden_size=128, batch=2, length=16)})
+    threads = torch.get_num_threads()
+    done = subprocess.CompletedProcess([], 0, stdout="..s\n=== 2 passed, 1 skipped in 3.00s ===\n")
+    monkeypatch.setattr(run.subprocess, "run", lambda *_, **__: done)
+    try:
+        run.main(["moa", "--turns", "2", "--checks", "--seconds", "0", "--output_dir", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    assert "Stopped after 0 seconds, in moa." in capsys.readouterr().out
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["environment"]["checks"] == "2 passed, 1 skipped in 3.00s"
+    assert len(data["tables"]) == 1
 
 
 def test_experts_are_timed_in_both_forms(benchmarks, monkeypatch):
