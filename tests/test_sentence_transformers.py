@@ -18,7 +18,14 @@ from sentence_transformers import (
 )
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from sentence_transformers.models import Normalize, Pooling, Transformer
-from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import hf_moa
 from hf_moa.cli import main
@@ -147,6 +154,28 @@ def test_transformer_in_a_folder_of_its_own_and_a_t5(tiny, tmp_path):
     model = SentenceTransformer(str(folder), device="cpu")
     assert type(model[0].model) is hf_moa.MoaT5EncoderModel
     torch.testing.assert_close(embed(model), embed(SentenceTransformer(str(source), device="cpu")))
+    # a head of another task lies in no module
+    head = tmp_path / "head"
+    fields = ["--attention-type", "mae", "--task", "text2text-generation"]
+    assert main(["upcycle", str(source), str(head), *fields]) == 0
+    assert not (head / "modules.json").exists()
+    assert type(AutoModelForSeq2SeqLM.from_pretrained(head)) is hf_moa.MoaT5ForConditionalGeneration
+
+
+@pytest.mark.parametrize(
+    "head", [["--task", "text-classification"], ["--model-class", "MoaBertForMaskedLM"]]
+)
+def test_a_model_with_a_head_embeds_nothing(tiny, head, tmp_path):
+    """So it is no sentence-transformers model, whose losses of gates its outputs carry."""
+    folder = tmp_path / "head"
+    assert main(["upcycle", tiny, str(folder), "--attention-type", "mae", *head]) == 0
+    assert not (folder / "modules.json").exists()
+    assert not list(folder.glob("*_Pooling"))
+    assert not AutoConfig.from_pretrained(folder).carry_aux_loss
+    encoder = tmp_path / "encoder"
+    fields = ["--attention-type", "mae", "--model-class", "MoaBertModel"]
+    assert main(["upcycle", tiny, str(encoder), *fields]) == 0
+    assert (encoder / "modules.json").exists()
 
 
 def test_bad_folders(tiny, tmp_path):

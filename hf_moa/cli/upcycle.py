@@ -135,6 +135,12 @@ def _load_kwargs(args: argparse.Namespace) -> dict[str, Any]:
     return kwargs
 
 
+def _has_head(args: argparse.Namespace, encoder: str) -> bool:
+    """Whether a task other than the encoder's is asked for, or a class with a head."""
+    name = args.model_class or ""
+    return args.task not in (None, encoder) or "For" in name or "Head" in name
+
+
 def run(args: argparse.Namespace) -> int:
     from hf_moa import upcycle
     from hf_moa.hub_names import check_source
@@ -156,22 +162,26 @@ def run(args: argparse.Namespace) -> int:
     ):
         check_source(args.source)
         modules = sentence_modules(args.source)
-        load_kwargs, task, path = _load_kwargs(args), args.task, ""
+        load_kwargs, task = _load_kwargs(args), args.task
+        path = place = "" if modules is None else modules[0]["path"]  # of the source, and of its copy
+        if path:
+            load_kwargs["subfolder"] = path
         if modules is not None:
-            path = modules[0]["path"]
-            fields = {"carry_aux_loss": True} | fields
-            load_kwargs |= {"subfolder": path} if path else {}
-            if task is None and args.model_class is None:
-                task = encoder_task(args.source, subfolder=path)
+            encoder = encoder_task(args.source, subfolder=path)
+            if _has_head(args, encoder):  # what comes out is no sentence-transformers model
+                modules, place = None, ""
+            else:
+                task = encoder if args.model_class is None else None
+                fields = {"carry_aux_loss": True} | fields
         model = upcycle(
             args.source, task=task, model_class=args.model_class, load_kwargs=load_kwargs, **fields
         )
         if modules is not None:
             write_modules(args.source, modules, folder)
-        model.save_pretrained(Path(folder, path))
+        model.save_pretrained(Path(folder, place))
         tokenizer = tokenizer_of(args.source, path)
         if tokenizer is not None:
-            tokenizer.save_pretrained(Path(folder, path))
+            tokenizer.save_pretrained(Path(folder, place))
     if args.json:
         facts = {
             "output_dir": args.output_dir,
