@@ -78,7 +78,8 @@ def test_moves_compile_for_gpus(generation, monkeypatch, tmp_path):
     """With loads and stores of 16 bytes, and without spills."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     rows, columns = slots_gpu._slot_tile(64)
-    tile = {"BLOCK_ROWS": rows, "BLOCK_WIDTH": columns, "SLOTS": 12, "num_warps": 4}
+    tile = {"BLOCK_ROWS": rows, "BLOCK_WIDTH": columns, "num_warps": 4}
+    tile |= {"EXPERTS": 32, "SLOTS": 12, "WIDTH": 64}
     pointers = dict.fromkeys(("every", "x", "scale", "out", "dots"), "bf16") | {"index": "i64"}
     none = {"x": None, "scale": None, "dots": None}
     for kernel, constants in (
@@ -87,9 +88,7 @@ def test_moves_compile_for_gpus(generation, monkeypatch, tmp_path):
         (slots_gpu._spread_rows, {"scale": None, "BLOCK_SLOTS": 16}),
         (slots_gpu._spread_rows, {"BLOCK_SLOTS": 16}),
     ):
-        compiled = translate(
-            kernel, pointers, generation, undivided=["num_rows", "num_experts"], **constants, **tile
-        )
+        compiled = translate(kernel, pointers, generation, undivided=["num_rows"], **constants, **tile)
         assert re.search(r"ld\.global\S*\.v4", compiled.asm["ptx"])
         assert re.search(r"st\.global\S*\.v4", compiled.asm["ptx"])
         assert bytes_spilled(compiled, tmp_path) == 0

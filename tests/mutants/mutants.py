@@ -617,7 +617,7 @@ KERNELS = (
         "kernel-others",
         "an expert of another process is read from the next token",
         "modeling/moa/slots_gpu.py",
-        {"is_here = (expert < num_experts)[:, None] &": "is_here = exists[:, None] &"},
+        {"is_here = (expert < EXPERTS)[:, None] &": "is_here = exists[:, None] &"},
         ("modeling/test_expert_kernels.py",),
         "rows_of_others",
     ),

@@ -24,9 +24,9 @@ def _pick_rows(
     out,
     dots,
     num_rows,
-    num_experts,
-    width,
+    EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
@@ -35,15 +35,15 @@ def _pick_rows(
 
     Programs: tiles of the rows of `index`, SLOTS to a token.
     """
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_WIDTH)
     exists = rows < num_rows
-    expert = tl.load(index + rows, mask=exists, other=num_experts)
-    is_here = (expert < num_experts)[:, None] & (columns < width)[None, :]
-    sources = (rows // SLOTS) * num_experts + expert
-    part = tl.load(every + sources[:, None] * width + columns[None, :], mask=is_here, other=0.0)
-    places = rows[:, None] * width + columns[None, :]
-    stores = exists[:, None] & (columns < width)[None, :]
+    expert = tl.load(index + rows, mask=exists, other=EXPERTS)
+    is_here = (expert < EXPERTS)[:, None] & (columns < WIDTH)[None, :]
+    sources = (rows // SLOTS) * EXPERTS + expert  # of 64 bits, as `index` has
+    part = tl.load(every + sources[:, None] * WIDTH + columns[None, :], mask=is_here, other=0.0)
+    places = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    stores = exists[:, None] & (columns < WIDTH)[None, :]
     if scale is not None:
         numbers = part.to(tl.float32)
         factors = tl.load(x + places, mask=stores, other=0.0).to(tl.float32)
@@ -59,9 +59,9 @@ def _spread_rows(
     scale,
     out,
     num_rows,
-    num_experts,
-    width,
+    EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -69,31 +69,31 @@ def _spread_rows(
     """`out[token, expert] = scale[token, slot] * x[token, slot]` with `index[token, slot] = expert`,
     zero where no slot has the expert; `scale` may be None.
 
-    Programs: tiles of the rows of `out`, `num_experts` to a token.
+    Programs: tiles of the rows of `out`, `EXPERTS` to a token.
     """
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_WIDTH)
     slots = tl.arange(0, BLOCK_SLOTS)
     exists = rows < num_rows
-    tokens = rows // num_experts
+    tokens = rows // EXPERTS
     chosen = tl.load(
         index + tokens[:, None] * SLOTS + slots[None, :],
         mask=exists[:, None] & (slots < SLOTS)[None, :],
-        other=num_experts,
+        other=EXPERTS,
     )
-    is_chosen = chosen == (rows - tokens * num_experts)[:, None]
+    is_chosen = chosen == (rows - tokens * EXPERTS)[:, None]
     slot = tl.max(tl.where(is_chosen, slots[None, :], -1), 1)
-    sources = tokens * SLOTS + slot
+    sources = (tokens * SLOTS + slot).to(tl.int64)
     is_here = slot >= 0
-    in_width = (columns < width)[None, :]
+    in_width = (columns < WIDTH)[None, :]
     part = tl.load(
-        x + sources[:, None] * width + columns[None, :], mask=is_here[:, None] & in_width, other=0.0
+        x + sources[:, None] * WIDTH + columns[None, :], mask=is_here[:, None] & in_width, other=0.0
     )
     if scale is not None:
         factors = tl.load(scale + sources, mask=is_here, other=0.0).to(tl.float32)
         part = part.to(tl.float32) * factors[:, None]
     tl.store(
-        out + rows[:, None] * width + columns[None, :],
+        out + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :],
         part.to(out.dtype.element_ty),
         mask=exists[:, None] & in_width,
     )
@@ -126,9 +126,9 @@ def _pick(
             out,
             dots,
             index.numel(),
-            num_experts,
-            width,
+            EXPERTS=num_experts,
             SLOTS=index.shape[1],
+            WIDTH=width,
             BLOCK_ROWS=rows,
             BLOCK_WIDTH=columns,
             num_warps=4,
@@ -148,9 +148,9 @@ def spread_slots(x: Tensor, index: Tensor, scale: Tensor | None, num_experts: in
             None if scale is None else scale.contiguous(),
             out,
             num_tokens * num_experts,
-            num_experts,
-            width,
+            EXPERTS=num_experts,
             SLOTS=num_selected,
+            WIDTH=width,
             BLOCK_SLOTS=triton.next_power_of_2(num_selected),
             BLOCK_ROWS=rows,
             BLOCK_WIDTH=columns,
