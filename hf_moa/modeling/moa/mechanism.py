@@ -20,8 +20,9 @@ class MoaFields:
             N of MoA, at least `num_attention_heads` (k); `None`: 2k.
         moa_execution (`str`, defaults to `"auto"`):
             How the experts' projections are computed: `"sparse"` computes only the chosen experts,
-            `"dense"` computes all and selects, `"auto"` takes the faster one, as measured. All compute
-            the same function. (Exported graphs, and transforms of `torch.func`, are always dense.)
+            `"dense"` computes all and selects, by PyTorch's own operators, `"auto"` takes the faster
+            one. All compute the same function; only `"dense"` has second derivatives. (Exported graphs,
+            and transforms of `torch.func`, are always dense.)
         moa_key_value_heads (`int`, defaults to 1):
             Heads of keys and values, g; also called `num_key_value_heads`. 1 is the paper's. With more,
             the experts stand in g groups, each with a head of its own: of the N/g experts of a group, a
