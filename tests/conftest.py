@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(items):
     longest_first(items)
     leave_others_to_the_night(items)
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("nightly"):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
 
