@@ -64,7 +64,16 @@ def checkpoints(tmp_path_factory):
 
 def load_with(version, checkpoints, folder):
     """Load them in a process that has this version of transformers, and what it needs."""
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "--target",
+        str(folder),
+    ]
     subprocess.run([*install, f"transformers=={version}"], check=True, capture_output=True)
     environment = os.environ | {"PYTHONPATH": str(folder), "HF_HOME": str(folder / "home")}
     command = [sys.executable, "-c", _LOAD, str(checkpoints), version]
