@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
@@ -32,7 +32,7 @@ def longest_first(items: list[Any]) -> None:
     items.sort(key=lambda item: next(_places(item.nodeid), len(LONGEST)))
 
 
-def _places(name: str) -> Iterable[int]:
+def _places(name: str) -> Iterator[int]:
     return (place for place, file in enumerate(LONGEST) if name.startswith(file))
 
 

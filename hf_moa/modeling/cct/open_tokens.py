@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
-from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from ..attention.flow import Attended, AttentionCall, AttentionFlow
 from ..core.activations import build_activation
@@ -22,7 +21,7 @@ from ..core.linear_slices import PlainLinear, is_plain, is_watched
 from ..core.operators import kernels_run_on
 from ..core.precision import compute_dtype
 from ..core.records import Record
-from ..core.tracing import is_transformed
+from ..core.tracing import is_drawn_as_graph, is_transformed
 from ..feed_forward.layers import DenseFeedForward
 from ..parallel.ranks import ONE_RANK
 from .compact_cache import spread_compact
@@ -332,7 +331,7 @@ def _may_take(execution: str, x: Tensor) -> bool:
         and x.is_cuda
         and x.dtype in (torch.float16, torch.bfloat16)
         and not torch.is_grad_enabled()  # they have no derivative
-        and not (is_torchdynamo_exporting() or torch.jit.is_tracing() or is_transformed(x))
+        and not (is_drawn_as_graph() or is_transformed(x))
         and kernels_run_on(x.device)
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers.utils.import_utils import is_torchdynamo_exporting
 
 
 def is_traced(x: Tensor) -> bool:
@@ -12,6 +13,11 @@ def is_traced(x: Tensor) -> bool:
     if type(x) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def is_drawn_as_graph() -> bool:
+    """Whether a graph is made that has to hold only common operators, as in ONNX."""
+    return is_torchdynamo_exporting() or torch.jit.is_tracing()
 
 
 def is_transformed(*tensors: Tensor) -> bool:

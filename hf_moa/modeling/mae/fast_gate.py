@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
-from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from ..cache.gate_states import GatePast
 from ..core.linear_slices import is_plain, is_watched
 from ..core.operators import define, kernels_run_on, library_name
 from ..core.precision import compute_dtype, without_autocast
-from ..core.tracing import is_traced, is_transformed
+from ..core.tracing import is_drawn_as_graph, is_traced, is_transformed
 from .gate import MaeGate
 from .norm import GateBatchNorm
 
@@ -48,7 +47,7 @@ def is_fast(gate: nn.Module, x: Tensor, window: int, past: GatePast | None) -> b
         and dense.out_features in _HIDDEN_SIZES
         and x.shape[-1] % 16 == 0
         and (past is None or not (gate.training or torch.is_grad_enabled()))
-        and not (is_torchdynamo_exporting() or torch.jit.is_tracing() or is_transformed(x))
+        and not (is_drawn_as_graph() or is_transformed(x))
         and kernels_run_on(x.device)
     )
 

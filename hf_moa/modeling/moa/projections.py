@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from transformers import initialization as init
-from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from ..core.initialization import InitScales
 from ..core.macs import Macs, macs_of_experts
 from ..core.operators import kernels_run_on
 from ..core.precision import compute_dtype
-from ..core.tracing import is_traced, is_transformed
+from ..core.tracing import is_drawn_as_graph, is_traced, is_transformed
 from .fast_products import expert_input, expert_output
 
 _FEWEST_MOVED = 2**20  # numbers of the chosen
@@ -58,7 +57,7 @@ def computes_by_expert(
         adds_up: the products of a token are summed. On a GPU that goes through memory, where on an H100
             `[tokens * k, d]` took as long as the dense products of 8k experts.
     """
-    if execution == "dense" or _is_drawn_as_graph() or is_transformed():
+    if execution == "dense" or is_drawn_as_graph() or is_transformed():
         return False
     if execution == "sparse":
         return weight.device.type == "cpu" or kernels_run_on(weight.device)
@@ -83,7 +82,7 @@ def computes_all_by_operator(index: Tensor, weight: Tensor, execution: str = "au
     moving the chosen takes longer than starting an operator."""
     if execution != "auto" or weight.device.type != "cuda":
         return False
-    if _is_drawn_as_graph() or is_transformed():
+    if is_drawn_as_graph() or is_transformed():
         return False
     if compute_dtype(weight) not in (torch.float16, torch.bfloat16, torch.float32):
         return False
@@ -100,11 +99,6 @@ def computes_by_slot(index: Tensor, weight: Tensor, execution: str = "auto", num
     if index.shape[0] * index.shape[1] != 1 or is_transformed():
         return False
     return num_ranks * len(weight) >= 3 * index.shape[2]
-
-
-def _is_drawn_as_graph() -> bool:
-    """Whether the graph has to hold only common operators, as in ONNX."""
-    return is_torchdynamo_exporting() or torch.jit.is_tracing()
 
 
 class ExpertInput(nn.Module):

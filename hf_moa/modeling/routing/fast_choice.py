@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from ..core.operators import define, kernels_run_on, library_name
-from ..core.tracing import is_transformed
+from ..core.tracing import is_drawn_as_graph, is_transformed
 
 _MOST_ROUTED = 1024  # experts: a program holds all of a token's
 
@@ -24,7 +23,7 @@ def chooses_by_kernel(logits: Tensor) -> bool:
         logits.device.type == "cuda"
         and logits.dtype == torch.float32
         and logits.shape[-1] <= _MOST_ROUTED
-        and not (is_torchdynamo_exporting() or torch.jit.is_tracing() or is_transformed(logits))
+        and not (is_drawn_as_graph() or is_transformed(logits))
         and kernels_run_on(logits.device)
     )
 
