@@ -1,6 +1,7 @@
 """Training masked language models: what `sparse_prediction` saves."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from memory import peak_of, peak_table
@@ -18,8 +19,7 @@ SIZES = ((384, 12, 6), (768, 12, 12))  # d, h, layers
 def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
     """Forward and backward of models with BERT's 30,522 words; half precision is autocast. Memory is
     what a step allocates, without the parameters."""
-    ids = torch.randint(1, BertConfig().vocab_size, (BATCH, LENGTH))
-    batch = {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) > LABELLED, -100)}
+    batch = masked_batch(BATCH, LENGTH, BertConfig().vocab_size)
     for hidden_size, heads, layers in SIZES:
         sizes = {
             "hidden_size": hidden_size,
@@ -48,6 +48,12 @@ def measure(*, turns: int, dtype: torch.dtype) -> Iterator[Table]:
         yield peak_table(peaks, group="masked_lm", title=title)
 
 
+def masked_batch(batch: int, length: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Words at random, some of them to be found."""
+    ids = torch.randint(1, vocab_size, (batch, length))
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) > LABELLED, -100)}
+
+
 def training_step(
     model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> Callable[[], None]:
@@ -55,9 +61,14 @@ def training_step(
     model.train()
 
     def run():
-        with torch.autocast(batch["input_ids"].device.type, dtype, enabled=dtype != torch.float32):
-            loss = model(**batch).loss
-        loss.backward()
+        add_gradients(model, batch, dtype)
         model.zero_grad(set_to_none=True)
 
     return run
+
+
+def add_gradients(model: Callable[..., Any], batch: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Of the loss; half precision is autocast."""
+    with torch.autocast(batch["input_ids"].device.type, dtype, enabled=dtype != torch.float32):
+        loss = model(**batch).loss
+    loss.backward()

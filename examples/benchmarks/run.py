@@ -11,8 +11,8 @@
 
 Prints tables in Markdown: median time, half the distance between the quartiles in per cent of it, and
 the median of the ratios to the first candidate, turn by turn; of memory, its size and ratio.
-`--output_dir` gets them as results.json, in short as results.md, and a picture of the ratios, written
-again with every table.
+`--output_dir` gets them as results.json and in short as results.md, written again with every table, and
+at the end a picture of the ratios.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import cct
@@ -91,19 +92,25 @@ def main(arguments: list[str] | None = None) -> None:
     where = conditions(dtype, options.device, compiled=options.compile) | checks
     heading = ", ".join(f"{name} {value}" for name, value in where.items())
     print(f"{heading}\n")
-    tables = []
+    tables: list[Table] = []
+    for table in measured(options, dtype):
+        print(f"{table.markdown()}\n", flush=True)
+        tables.append(table)
+        if options.output_dir is not None:
+            write(options.output_dir, heading, where, tables)
+        if options.seconds is not None and time.monotonic() - start > options.seconds:
+            print(f"Stopped after {options.seconds:g} seconds, in {table.group}.")
+            break
+    if options.output_dir is not None:
+        draw(options.output_dir / "ratios.svg", tables)
+
+
+def measured(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Table]:
     extra = {"compiled": True} if options.compile else {}
     for name in options.benchmark or BENCHMARKS:
         torch.manual_seed(0)
         with torch.device(options.device):
-            for table in BENCHMARKS[name](turns=options.turns, dtype=dtype, **extra):
-                print(f"{table.markdown()}\n", flush=True)
-                tables.append(table)
-                if options.output_dir is not None:
-                    write(options.output_dir, heading, where, tables)
-                if options.seconds is not None and time.monotonic() - start > options.seconds:
-                    print(f"Stopped after {options.seconds:g} seconds, in {name}.")
-                    return
+            yield from BENCHMARKS[name](turns=options.turns, dtype=dtype, **extra)
 
 
 def check() -> str:
@@ -121,7 +128,6 @@ def write(folder: Path, heading: str, where: dict, tables: list[Table]) -> None:
     (folder / "results.md").write_text(f"{heading}\n\n{summary(tables)}\n", encoding="utf-8")
     data = {"environment": where, "tables": [table.data() for table in tables]}
     (folder / "results.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    draw(folder / "ratios.svg", tables)
 
 
 def draw(path: Path, tables: list[Table]) -> None:

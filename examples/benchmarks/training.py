@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import torch
+from masked_lm import add_gradients, masked_batch, training_step
 from memory import peak_of, peak_table
 from tables import Table
 from torch import nn
@@ -14,7 +15,6 @@ from hf_moa.timing import Measurement, compare
 
 BERT = (BertForMaskedLM, BertConfig, MoaBertForMaskedLM, MoaBertConfig)
 GPT2 = (GPT2LMHeadModel, GPT2Config, MoaGPT2LMHeadModel, MoaGPT2Config)
-LABELLED = 0.15  # of BERT's tokens
 # sequences, tokens, and what the configuration has else than BERT-base and GPT-2
 SIZES = {
     "cpu": {
@@ -40,14 +40,14 @@ def measure(*, turns: int, dtype: torch.dtype, compiled: bool = False) -> Iterat
     peak = product_rate(device, dtype, turns)
     for family, (plain, plain_config, gated, config) in {"BERT": BERT, "GPT-2": GPT2}.items():
         batch, length, sizes = SIZES[device][family]
-        inputs = draw(batch, length, config(**sizes).vocab_size, masked=family == "BERT")
+        inputs = draw(family, batch, length, config(**sizes).vocab_size)
         models = {plain.__name__: plain(plain_config(**sizes))}
         models |= {name: gated(config(**sizes, **fields)) for name, fields in MECHANISMS.items()}
         models["MAE, F step"].set_mae_phase("expert")
         torch._dynamo.reset()  # it compiles a class eight times at most
-        steps = {name: training_step(m, inputs, dtype, compiled) for name, m in models.items()}
+        steps = {name: with_optimizer(m, inputs, dtype, compiled) for name, m in models.items()}
         with FlopCounterMode(display=False) as counter:
-            training_step(models[plain.__name__], inputs, dtype, compiled=False)()
+            training_step(models[plain.__name__], inputs, dtype)()
         results = compare(steps, turns=turns, title=f"training {family}")
         rate = counter.get_total_flops() / (1e-3 * results[0].value)
         what = f"training {family}, {batch} x {length} tokens"
@@ -58,26 +58,23 @@ def measure(*, turns: int, dtype: torch.dtype, compiled: bool = False) -> Iterat
         yield peak_table(peaks, group="training", title=f"{what}, peak memory")
 
 
-def draw(batch: int, length: int, vocab_size: int, *, masked: bool) -> dict[str, torch.Tensor]:
+def draw(family: str, batch: int, length: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    if family == "BERT":
+        return masked_batch(batch, length, vocab_size)
     ids = torch.randint(1, vocab_size, (batch, length))
-    if not masked:
-        return {"input_ids": ids, "labels": ids}
-    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) > LABELLED, -100)}
+    return {"input_ids": ids, "labels": ids}
 
 
-def training_step(
+def with_optimizer(
     model: nn.Module, inputs: dict[str, torch.Tensor], dtype: torch.dtype, compiled: bool
 ) -> Callable[[], None]:
     """Loss, gradients, their clipping and AdamW."""
     model.train()
     call = torch.compile(model) if compiled else model
-    is_cuda = inputs["input_ids"].is_cuda
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def run():
-        with torch.autocast("cuda" if is_cuda else "cpu", dtype, enabled=dtype != torch.float32):
-            loss = call(**inputs).loss
-        loss.backward()
+        add_gradients(call, inputs, dtype)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
