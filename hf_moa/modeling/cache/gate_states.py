@@ -301,14 +301,21 @@ class GatedStaticLayer(_GateStates, StaticLayer):
         return Window(found.masked_fill(~seen.unsqueeze(-1), 0.0), seen)
 
     def count(self, name: str, amounts: Tensor) -> Tensor:
-        """See `GatedDynamicLayer.count`."""
-        start = self._start(amounts.shape[1], are_held=True)
-        return self._sum_before(start, self._put(name, amounts, start))
+        """See `GatedDynamicLayer.count`. The state `[B, 1 + max_cache_len, n]` has the sums before each
+        token."""
+        length = amounts.shape[1]
+        start = self._start(length, are_held=True)
+        place = start + torch.arange(length + 1, device=amounts.device)
+        state = self._state(name, amounts, 1 + self.max_cache_len)
+        before = state.index_select(1, place[:1])
+        sums = torch.cat([before, before + amounts.cumsum(dim=1)], dim=1)
+        state.index_copy_(1, place, sums)
+        return before.squeeze(1)
 
     def counted(self, name: str) -> Tensor | None:
         """See `GatedDynamicLayer.counted`."""
         held = self.states.get(name)
-        return None if held is None else self._sum_before(self.cumulative_length, held)
+        return None if held is None else held.index_select(1, self.cumulative_length.view(1)).squeeze(1)
 
     def _start(self, length: int, *, are_held: bool) -> Tensor | int:
         """The position of the first of some tokens, whose keys are there already or are not."""
@@ -318,18 +325,16 @@ class GatedStaticLayer(_GateStates, StaticLayer):
 
     def _put(self, name: str, new: Tensor, start: Tensor | int) -> Tensor:
         """The state `[B, max_cache_len, ...]`, with `new` `[B, T, ...]` from `start` on."""
-        batch, length = new.shape[:2]
+        place = start + torch.arange(new.shape[1], device=new.device)
+        return self._state(name, new, self.max_cache_len).index_copy_(1, place, new)
+
+    def _state(self, name: str, like: Tensor, length: int) -> Tensor:
+        """The state of a name, `[B, length, ...]`, zeros at first."""
         if name not in self.states:
-            self.states[name] = new.new_zeros(batch, self.max_cache_len, *new.shape[2:])
+            self.states[name] = like.new_zeros(like.shape[0], length, *like.shape[2:])
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self.states[name])
-        return self.states[name].index_copy_(1, start + torch.arange(length, device=new.device), new)
-
-    @staticmethod
-    def _sum_before(end: Tensor | int, held: Tensor) -> Tensor:
-        """The sum `[B, n]` of `held` `[B, max_cache_len, n]` up to a position."""
-        is_before = torch.arange(held.shape[1], device=held.device) < end
-        return held.where(is_before.unsqueeze(-1), 0.0).sum(dim=1)
+        return self.states[name]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
