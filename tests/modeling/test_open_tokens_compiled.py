@@ -63,13 +63,18 @@ def test_kernels_compile_for_gpus(generation, monkeypatch, tmp_path):
     settings = [
         ("_find_patterns", order),
         ("_put_in_order", order | {"CHUNK": open_tokens_gpu._CHUNK}),
+        ("_put_in_order", order | {"CHUNK": open_tokens_gpu._CHUNK, "numbers": None, "num_tiles": 1}),
+        *products(8),
+        *products(64),
         *products(1024),
         *products(4096),
         *attention(64),
         *attention(128),
     ]
     kernels = {name for name, each in vars(open_tokens_gpu).items() if isinstance(each, JITFunction)}
-    assert kernels == {"_place_of", "_activated"} | {name for name, _ in settings}
+    assert kernels == {"_place_of", "_bits_of", "_at_places", "_activated"} | {
+        name for name, _ in settings
+    }
     for name, constants in settings:
         kernel = vars(open_tokens_gpu)[name]
         compiled = translate(kernel, pointers, generation, undivided=undivided, **constants)

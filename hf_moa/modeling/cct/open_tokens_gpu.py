@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.gpu_kernels import jit, tl, triton
+from ..core.gpu_kernels import jit, resident_programs, tl, triton
 
 BLOCK = 128  # tokens that a program takes at once, where it puts them in order
 _CHUNK = 64  # tiles whose counts it adds up at once
@@ -37,16 +36,27 @@ def _find_patterns(
     have each place in the order of patterns, `numbers` `[tiles, 2 ** PARTS]`."""
     PATTERNS: tl.constexpr = 1 << PARTS
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = _bits_of(gates, patterns, rows, num_rows, PARTS)
+    number = tl.sum(_at_places(bits, rows < num_rows, PATTERNS), 0)
+    tl.store(numbers + tl.program_id(0) * PATTERNS + tl.arange(0, PATTERNS), number)
+
+
+@jit
+def _bits_of(gates, patterns, rows, num_rows, PARTS: tl.constexpr):
     exists = rows < num_rows
-    bits = tl.zeros((BLOCK,), dtype=tl.int32)
+    bits = tl.zeros_like(rows)
     for part in tl.static_range(PARTS):
         gate = tl.load(gates + rows.to(tl.int64) * PARTS + part, mask=exists, other=0.0)
         bits += tl.where(gate != 0, 1 << part, 0)
     tl.store(patterns + rows, bits, mask=exists)
+    return bits
+
+
+@jit
+def _at_places(bits, exists, PATTERNS: tl.constexpr):
+    """Which place in the order of patterns each token has, `[n, PATTERNS]`, zeros and ones."""
     places = tl.arange(0, PATTERNS)
-    at_place = (_place_of(bits, PATTERNS)[:, None] == places[None, :]) & exists[:, None]
-    number = tl.sum(at_place.to(tl.int32), 0)
-    tl.store(numbers + tl.program_id(0) * PATTERNS + places, number)
+    return ((_place_of(bits, PATTERNS)[:, None] == places[None, :]) & exists[:, None]).to(tl.int32)
 
 
 @jit
@@ -59,6 +69,7 @@ def _place_of(bits, PATTERNS: tl.constexpr):
 
 @jit
 def _put_in_order(
+    gates,
     patterns,
     numbers,
     order,
@@ -72,25 +83,30 @@ def _put_in_order(
 ):
     """For each gate all tokens, those that it lets through in front, `order` `[PARTS, n]`, and how many
     of these come before each token, `rank` `[PARTS, n + 1]`; `by_pattern` `[n]`, if it is not None: all
-    tokens, those of the same pattern side by side."""
+    tokens, those of the same pattern side by side. Where all tokens are in one tile, `numbers` is None,
+    and `patterns` are found here."""
     PATTERNS: tl.constexpr = 1 << PARTS
     places = tl.arange(0, PATTERNS)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = rows < num_rows
     backwards = PATTERNS - 1 - places
     bits_of = backwards ^ (backwards >> 1)
     before = tl.zeros((PATTERNS,), dtype=tl.int32)
     number = tl.zeros((PATTERNS,), dtype=tl.int32)
-    for first in range(0, num_tiles, CHUNK):
-        tiles = first + tl.arange(0, CHUNK)
-        found = tl.load(
-            numbers + tiles[:, None] * PATTERNS + places[None, :],
-            mask=(tiles < num_tiles)[:, None],
-            other=0,
-        )
-        number += tl.sum(found, 0)
-        before += tl.sum(tl.where((tiles < tl.program_id(0))[:, None], found, 0), 0)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = rows < num_rows
-    bits = tl.load(patterns + rows, mask=exists, other=0)
+    if numbers is None:
+        bits = _bits_of(gates, patterns, rows, num_rows, PARTS)
+        number += tl.sum(_at_places(bits, exists, PATTERNS), 0)
+    else:
+        for first in range(0, num_tiles, CHUNK):
+            tiles = first + tl.arange(0, CHUNK)
+            found = tl.load(
+                numbers + tiles[:, None] * PATTERNS + places[None, :],
+                mask=(tiles < num_tiles)[:, None],
+                other=0,
+            )
+            number += tl.sum(found, 0)
+            before += tl.sum(tl.where((tiles < tl.program_id(0))[:, None], found, 0), 0)
+        bits = tl.load(patterns + rows, mask=exists, other=0)
     for part in tl.static_range(PARTS):
         is_open = (bits >> part) & 1
         of_part = (bits_of >> part) & 1
@@ -102,10 +118,10 @@ def _put_in_order(
         if tl.program_id(0) == 0:
             tl.store(rank + part * (num_rows + 1) + num_rows, count)
     if by_pattern is not None:
-        own = _place_of(bits, PATTERNS)[:, None] == places[None, :]
+        own = _at_places(bits, exists, PATTERNS)
         first_of = tl.cumsum(number, 0) - number + before
-        same_before = tl.cumsum(tl.where(own & exists[:, None], 1, 0), 0) - 1
-        slot = tl.sum(tl.where(own, first_of[None, :] + same_before, 0), 1)
+        same_before = tl.cumsum(own, 0) - 1
+        slot = tl.sum(own * (first_of[None, :] + same_before), 1)
         tl.store(by_pattern + slot, rows, mask=exists)
 
 
@@ -419,12 +435,16 @@ def order_tokens(gates: Tensor, sort: bool) -> tuple[Tensor, Tensor, Tensor, Ten
         return gates.new_empty(shape, dtype=torch.int32)
 
     order, rank, patterns = numbers(parts, number), numbers(parts, number + 1), numbers(number)
-    in_tiles, by_pattern = numbers(tiles, 2**parts), numbers(number if sort else 0)
+    in_tiles = numbers(tiles, 2**parts) if tiles > 1 else None
+    by_pattern = numbers(number if sort else 0)
+    gates = gates.contiguous()
     with torch.cuda.device_of(gates):
-        _find_patterns[(tiles,)](
-            gates.contiguous(), patterns, in_tiles, number, PARTS=parts, BLOCK=BLOCK, num_warps=4
-        )
+        if in_tiles is not None:
+            _find_patterns[(tiles,)](
+                gates, patterns, in_tiles, number, PARTS=parts, BLOCK=BLOCK, num_warps=4
+            )
         _put_in_order[(tiles,)](
+            gates,
             patterns,
             in_tiles,
             order,
@@ -478,7 +498,7 @@ def project_tokens(
         weights = [weight.contiguous() for weight in weights]
     worst = triton.cdiv(number, tiles.rows) * (max(sizes) // tiles.columns)
     with torch.cuda.device_of(x):
-        _project[(min(worst, _programs(x.device)), len(rows))](
+        _project[(min(worst, resident_programs(x.device)), len(rows))](
             x.contiguous(),
             order,
             rank,
@@ -528,7 +548,7 @@ def combine_tokens(
     tiles = _tiles(number, size, width // parts)
     worst = triton.cdiv(number, tiles.rows) * (size // tiles.columns)
     with torch.cuda.device_of(x):
-        _combine[(min(worst, _programs(x.device)),)](
+        _combine[(min(worst, resident_programs(x.device)),)](
             x.contiguous(),
             order,
             patterns,
@@ -654,6 +674,10 @@ def _tiles(number: int, columns: int, summed: int) -> _Tiles:
     """For so many tokens and sizes, which 16 divides."""
     if number >= _MANY:
         return _Tiles(128, _power(columns, 128), _power(summed, 64), 8)
+    if number <= 16:  # a decoding step reads matrices: as much of them at once as there is room for
+        return _Tiles(16, _power(columns, 16), _power(summed, 512), 4)
+    if number <= 64:
+        return _Tiles(64, _power(columns, 32), _power(summed, 128), 4)
     return _Tiles(64, _power(columns, 64), _power(summed, 128), 4)
 
 
@@ -663,11 +687,3 @@ _MANY = 2048
 def _power(size: int, most: int) -> int:
     """The largest power of 2 that divides a size, up to `most`."""
     return min(size & -size, most)
-
-
-@cache
-def _programs(device: torch.device) -> int:
-    """Two for each multiprocessor."""
-    if device.type != "cuda":  # they are interpreted
-        return 3
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count

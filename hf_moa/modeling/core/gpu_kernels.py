@@ -37,3 +37,11 @@ def runs_on(device: torch.device) -> bool:
 def jit(function: Callable) -> Any:
     """Triton's decorator; without Triton, the function as it is, which nobody calls."""
     return function if triton is None else triton.jit(function)
+
+
+@cache
+def resident_programs(device: torch.device) -> int:
+    """So many programs that take one tile after another: two for each multiprocessor."""
+    if device.type != "cuda":  # they are interpreted
+        return 3
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
