@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         MoaBertModel,
         MoaBertPreTrainedModel,
     )
+    from .modeling.cct.static_compact_cache import CompactStaticCache
     from .modeling.ftg.config import FTGConfig
     from .modeling.gpt2.configuration import MoaGPT2Config
     from .modeling.gpt2.model import (
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "CompactStaticCache",
     "FTGConfig",
     "MoaBertConfig",
     "MoaBertForMaskedLM",
@@ -81,6 +83,7 @@ _MODULES = {
     "MoaBert": ".modeling.bert.model",
     "MoaGPT2": ".modeling.gpt2.model",
     "MoaT5": ".modeling.t5.model",
+    "CompactStaticCache": ".modeling.cct.static_compact_cache",
     "FTGConfig": ".modeling.ftg.config",
     "importance": ".importance",
     "upcycle": ".upcycle",

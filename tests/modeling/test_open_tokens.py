@@ -302,9 +302,9 @@ def test_attention_without_a_kernel(name, implementation, taken):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
-def test_generation(name, cache, taken):
+def test_generation(name, taken):
+    """With a dynamic cache; `test_static_compact_cache.py` has static ones."""
     case, inputs = CASE[name], CASE[name].inputs()
     inputs.pop("decoder_input_ids", None)
     if case.family.name == "gpt2":
@@ -314,7 +314,7 @@ def test_generation(name, cache, taken):
         fields = {"cct_budgets": [1, 0.5], "cct_sublayer_norm": False, "cct_execution": execution}
         model = case.build(**WIDER[case.family.name], **fields, attention_type="mae").double()
         options = {"max_new_tokens": 5, "do_sample": False, "output_logits": True}
-        options |= {"return_dict_in_generate": True, "cache_implementation": cache}
+        options |= {"return_dict_in_generate": True}
         found.append(model.generate(**inputs, **options))
     dense, sparse = found
     assert torch.equal(sparse.sequences, dense.sequences)
@@ -388,9 +388,12 @@ def test_what_runs_around_the_kernels_waits_for_no_number(masked, dtype, monkeyp
     for name in KERNELS:
         monkeypatch.setattr(open_tokens_gpu, name, Launcher())
     monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
-    monkeypatch.setattr(open_tokens_gpu, "_programs", lambda device: 264)
+    monkeypatch.setattr(open_tokens_gpu, "resident_programs", lambda device: 264)
     fakes = {}
-    stand_in = {name: SimpleNamespace(register_fake=partial(fakes.__setitem__, name)) for name in _NAMES}
+    stand_in = {
+        name: SimpleNamespace(register_fake=partial(fakes.__setitem__, name))
+        for name in open_operators._OPEN_SCHEMAS
+    }
     open_operators._register_open_shapes(stand_in)
     with FakeTensorMode(), torch.device("cuda"):
         x, weight = torch.empty(3 * 70, 32, dtype=dtype), torch.empty(64, 32, dtype=dtype)

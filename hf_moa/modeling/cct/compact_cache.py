@@ -14,6 +14,7 @@ from ..cache.gate_states import GatedDynamicLayer
 from ..cache.place import CachePlace
 from .execution import LARGEST_SHARE
 from .skipped_keys import KeptKeys
+from .static_compact_cache import StaticCompactLayer
 from .token_subset import TokenSubset
 
 # Numbers that a layer's keys are together, from which on it pays to leave skipped ones out: attention to
@@ -234,5 +235,5 @@ def make_compact(place: CachePlace) -> CompactLayer | None:
 
 def spread_compact(place: CachePlace) -> None:
     """Make a layer of the cache hold all keys, for attention that needs them."""
-    if isinstance(place.layer, CompactLayer):
+    if isinstance(place.layer, (CompactLayer, StaticCompactLayer)):
         place.replace(place.layer.spread())

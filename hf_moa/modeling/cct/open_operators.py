@@ -1,6 +1,6 @@
 """The operators of CCT's form for GPUs (`open_tokens.py`): their names, schemas and shapes.
 
-`open_tokens_gpu.py` computes them, and says what they are.
+`open_tokens_gpu.py` and `paged_keys_gpu.py` compute them, and say what they are.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ def open_operators() -> Any:
 
 def _open_computed_by(x: Tensor) -> dict[str, Callable[..., Any]]:
     from .open_tokens_gpu import OPERATORS
+    from .paged_keys_gpu import PAGE_OPERATORS
 
-    return OPERATORS
+    return OPERATORS | PAGE_OPERATORS
 
 
 def _compute_open(name: str, x: Tensor, *args: Any) -> Any:
     return _open_computed_by(x)[name](x, *args)
 
 
-# those of the functions in `open_tokens_gpu.py`, whose import takes Triton's
+_OF_PAGES = (
+    "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) positions, Tensor(d!) taken, Tensor(e!) table, "
+    "Tensor(f!) rank, Tensor length"
+)
+# those of the functions in the two files, whose import takes Triton's
 _OPEN_SCHEMAS = {
     "order_tokens": "(Tensor gates, bool sort) -> (Tensor, Tensor, Tensor, Tensor)",
     "project_tokens": "(Tensor x, Tensor order, Tensor rank, Tensor[] weights, Tensor[] biases, "
@@ -40,6 +45,9 @@ _OPEN_SCHEMAS = {
     "attend_tokens": "(Tensor query, Tensor key, Tensor value, Tensor query_order, Tensor query_rank, "
     "Tensor key_order, Tensor key_rank, Tensor? mask, Tensor? bias, SymInt batch, SymInt head_dim, "
     "float scaling, bool causal) -> Tensor",
+    "fill_pages": f"({_OF_PAGES}, Tensor key, Tensor value, Tensor key_rank) -> ()",
+    "attend_pages": f"({_OF_PAGES}, Tensor query, Tensor query_rank, Tensor? key, Tensor? value, "
+    "Tensor? key_rank, Tensor? mask, Tensor? bias, float scaling) -> Tensor",
 }
 _OPEN_LIBRARY = library_name(_OPEN_SCHEMAS)
 
@@ -71,6 +79,14 @@ def _register_open_shapes(defined: dict[str, Any]) -> None:
     def _(query, key, value, query_order, *others):
         return query.new_empty(query_order.shape[0], query.shape[1])
 
+    @defined["fill_pages"].register_fake
+    def _(*args):
+        return None
+
+    @defined["attend_pages"].register_fake
+    def _(keys, values, positions, taken, table, rank, length, query, *others):
+        return query.new_empty(table.shape[0], query.shape[1])
+
 
 def _register_open_flops() -> None:
     """Tell `torch.utils.flop_counter` what the operators multiply, if all gates are open."""
@@ -88,6 +104,10 @@ def _register_open_flops() -> None:
         query, key, value, query_order, query_rank, key_order, key_rank, mask, bias, batch, *a, **k
     ) -> int:
         return 4 * query_order[0] * (key_order[0] // batch) * query[1]
+
+    @register_flop_formula(open_operators().attend_pages)
+    def _(keys, values, positions, taken, table, rank, length, query, *args, **kwargs) -> int:
+        return 4 * table[0] * (rank[1] - 1) * query[1]
 
 
 _register_open()

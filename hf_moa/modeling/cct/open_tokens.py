@@ -9,6 +9,7 @@ kernels of `open_tokens_gpu.py` read there where they end. So a whole model fits
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..attention.flow import Attended, AttentionCall, AttentionFlow
+from ..cache.gate_states import GatedStaticLayer, gated_layer
 from ..core.activations import build_activation
 from ..core.linear_slices import PlainLinear, is_plain, is_watched
 from ..core.operators import kernels_run_on
@@ -26,6 +28,7 @@ from ..feed_forward.layers import DenseFeedForward
 from ..parallel.ranks import ONE_RANK
 from .compact_cache import spread_compact
 from .open_operators import open_operators
+from .static_compact_cache import StaticCompactLayer, make_static_compact
 
 # What the kernels take.
 _HEAD_DIMS = (16, 32, 64, 128)
@@ -95,41 +98,86 @@ def attends_open_tokens(module: Any, layer: AttentionFlow, call: AttentionCall) 
 def attend_open_tokens(
     module: Any, layer: AttentionFlow, call: AttentionCall, gates: Any, mix: Any, record: Record
 ) -> Attended:
-    """`AttentionGates.attend` of the tokens with open gates: their projections, and where it has a
-    kernel attention among them. Behind a cache, which has all keys, attention is as in the plain form.
+    """`AttentionGates.attend` of the tokens with open gates: their projections, and where there are
+    kernels for it attention among them. A static cache then holds open keys only; behind a dynamic one,
+    which has all keys, attention is as in the plain form.
 
     Args:
         module: the `AttentionGates`.
         layer, call, mix, record: as for `AttentionGates.attend`.
         gates: its `AttentionGateValues`.
     """
-    attend = _attend_to_open_keys if _has_kernel(layer, call) else _attend_to_all_keys
+    held = _open_keys_of(layer, call)
+    is_step = call.hidden_states.shape[1] == 1 and layer.attn_implementation == "sdpa"
+    is_step = is_step and _sees_alike(call.attention_mask, 1)
+    attend: Callable[..., tuple[OpenTokens, Tensor, Tensor | None]] = _attend_to_all_keys
+    if held is not None and held.is_initialized:
+        attend = partial(_attend_step if is_step else _attend_to_spread_keys, held)
+    elif _has_kernel(layer, call) and (call.place is None or held is not None):
+        attend = partial(_attend_to_open_keys, held)
     tokens, context, attentions = attend(module, layer, call, gates, mix)
+    if held is not None and call.place is not None:
+        call.place.note_filled()
     record = module.with_use(call, gates, record)
     return Attended(module.norm_context(context), attentions, mix, record, tokens)
 
 
+def _open_keys_of(layer: AttentionFlow, call: AttentionCall) -> StaticCompactLayer | None:
+    """The layer of a static cache, where it holds open keys only or does so from this call on."""
+    if call.place is None or call.place.own.offloading:
+        return None
+    held = gated_layer(call.place)
+    if isinstance(held, StaticCompactLayer):
+        return held
+    if type(held) is not GatedStaticLayer or held.is_initialized or not _has_kernel(layer, call):
+        return None
+    return make_static_compact(call.place)
+
+
 def _has_kernel(layer: AttentionFlow, call: AttentionCall) -> bool:
-    """Whether `attend_tokens` can compute a call's attention."""
+    """Whether `attend_tokens` can compute a call's attention to the keys of its own tokens."""
     source, mask, length = call.source, call.attention_mask, call.hidden_states.shape[1]
-    if call.place is not None or source is None or layer.rotate is not None:
+    if source is None or layer.rotate is not None:
         return False
     if layer.attn_implementation != "sdpa" or layer.head_dim not in _HEAD_DIMS:
         return False
-    keys = source.shape[1]
     if mask is None:
-        return not layer.is_causal or length in (1, keys)
+        return not layer.is_causal or length in (1, source.shape[1])
+    return _sees_alike(mask, length)
+
+
+def _sees_alike(mask: Any, length: int) -> bool:
+    """Whether a mask for so many queries is of what they see, the same for all heads; or None."""
+    if mask is None:
+        return True
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 4:
         return False
-    return mask.shape[1:] in ((1, length, keys), (1, 1, keys))
+    return mask.shape[1] == 1 and mask.shape[2] in (1, length)
 
 
-def _attend_to_open_keys(
-    module: Any, layer: AttentionFlow, call: AttentionCall, gates: Any, mix: Any
-) -> tuple[OpenTokens, Tensor, None]:
-    """Contexts `[B, T, h, dh]` of the open queries."""
-    x, source = call.hidden_states, call.source
-    kv_gate = gates.kv
+class _Projected(NamedTuple):
+    """The open queries `[n, heads * dh]`, and the open keys and values `[n, kv_heads * dh]`, side by
+    side; and which they are. None for keys that are cached."""
+
+    query: Tensor
+    queries: OpenTokens
+    key: Any
+    value: Any
+    key_order: Any
+    key_rank: Any
+
+    @property
+    def new_keys(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        return None if self.key is None else (self.key, self.value, self.key_rank)
+
+
+def _project_open(module: Any, layer: AttentionFlow, call: AttentionCall, gates: Any) -> _Projected:
+    """What a call projects."""
+    x, source, kv_gate = call.hidden_states, call.source, gates.kv
+    if source is None:
+        queries = OpenTokens.of(gates.query)
+        (query,) = _project(layer, x, queries, slice(1), gates=(0,))
+        return _Projected(query, queries, None, None, None, None)
     if call.kv_mask is not None and call.attention_mask is not None:
         kv_gate = kv_gate * call.kv_mask  # padding, which no query sees, needs no key
     if source is x:
@@ -142,23 +190,89 @@ def _attend_to_open_keys(
         key, value = _project(layer, source, keys, slice(1, 3), gates=(0, 0))
     # norms give float32 under autocast
     key, value = (t.to(query.dtype) for t in (module.key_norm(key), module.value_norm(value)))
+    return _Projected(query, queries, key, value, keys.order[of_keys], keys.rank[of_keys])
+
+
+def _position_bias(layer: AttentionFlow, call: AttentionCall, mix: Any) -> Tensor | None:
     bias = call.position_bias
+    return None if bias is None else layer.mixture.position_bias(bias, mix)
+
+
+def _attend_to_open_keys(
+    held: StaticCompactLayer | None,
+    module: Any,
+    layer: AttentionFlow,
+    call: AttentionCall,
+    gates: Any,
+    mix: Any,
+) -> tuple[OpenTokens, Tensor, None]:
+    """Contexts `[B, T, h, dh]` of the open queries, which attend to the call's own keys; a cache, if
+    there is one, is empty and takes these."""
+    x, source = call.hidden_states, call.source
+    batch, length = x.shape[:2]
+    query, queries, key, value, key_order, key_rank = _project_open(module, layer, call, gates)
+    mask, bias = call.attention_mask, _position_bias(layer, call, mix)
+    if held is not None:
+        held.fill(key, value, key_rank, batch=batch, kv_heads=layer.num_kv_heads)
+        # a static cache's masks and biases are of all its places, the empty ones behind these keys
+        keys = length if source is None else source.shape[1]
+        mask, bias = (None if each is None else each[..., :keys] for each in (mask, bias))
     context = open_operators().attend_tokens(
         query,
         key,
         value,
         queries.order[0],
         queries.rank[0],
-        keys.order[of_keys],
-        keys.rank[of_keys],
-        call.attention_mask,
-        None if bias is None else layer.mixture.position_bias(bias, mix),
-        x.shape[0],
+        key_order,
+        key_rank,
+        mask,
+        bias,
+        batch,
         layer.head_dim,
         layer.scaling,
-        layer.is_causal and x.shape[1] > 1,
+        layer.is_causal and length > 1,
     )
-    return queries, context.view(*x.shape[:2], layer.num_heads, layer.head_dim), None
+    return queries, context.view(batch, length, layer.num_heads, layer.head_dim), None
+
+
+def _attend_step(
+    held: StaticCompactLayer,
+    module: Any,
+    layer: AttentionFlow,
+    call: AttentionCall,
+    gates: Any,
+    mix: Any,
+) -> tuple[OpenTokens, Tensor, None]:
+    """The same of one token of each sequence, which attends to the open keys of a cache, too."""
+    projected = _project_open(module, layer, call, gates)
+    context = held.step(
+        projected.query,
+        projected.queries.rank[0],
+        projected.new_keys,
+        call.attention_mask,
+        _position_bias(layer, call, mix),
+        scaling=layer.scaling,
+    )
+    return projected.queries, context.view(-1, 1, layer.num_heads, layer.head_dim), None
+
+
+def _attend_to_spread_keys(
+    held: StaticCompactLayer,
+    module: Any,
+    layer: AttentionFlow,
+    call: AttentionCall,
+    gates: Any,
+    mix: Any,
+) -> tuple[OpenTokens, Tensor, Tensor | None]:
+    """The same of several tokens behind a cache, in the plain form of attention."""
+    batch, length = call.hidden_states.shape[:2]
+    projected = _project_open(module, layer, call, gates)
+    if projected.new_keys is not None:
+        held.fill(*projected.new_keys, batch=batch, kv_heads=layer.num_kv_heads)
+    # to their tokens' places; what closed ones get means nothing
+    query = projected.query.index_select(0, projected.queries.rank[0, :-1])
+    query = query.view(batch, length, layer.num_heads, layer.head_dim)
+    return projected.queries, *layer.attend_to(call, query, *held.spread_keys(), mix)
 
 
 def _attend_to_all_keys(

@@ -16,6 +16,7 @@ from transformers.generation import (
 
 from ..attention.flow import AttentionFlow
 from ..cache.naming import CACHE_NAME, takes_cache_by_any_name
+from ..cache.place import own_cache
 from .mixins import ModelMixin
 
 
@@ -138,6 +139,8 @@ class GatedGenerationMixin(GenerationMixin, ModelMixin):
         cannot tell padding: the mask of the step's own tokens then travels beside it.
         """
         own: Any = super()
+        if cache is not None and hasattr(held := own_cache(cache, is_cross=False), "reserve"):
+            held.reserve()  # a compiled step cannot
         inputs: dict[str, Any] = own.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,

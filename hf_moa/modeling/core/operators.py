@@ -38,9 +38,15 @@ def define(schemas: Mapping[str, str], compute: Callable[..., Any]) -> dict[str,
         name: torch.library.custom_op(
             f"{library}::{name}",
             partial(compute, name),
-            mutates_args=(),
+            mutates_args=_changed_by(schema),
             schema=schema,
             device_types=("cpu", "cuda"),
         )
         for name, schema in schemas.items()
     }
+
+
+def _changed_by(schema: str) -> list[str]:
+    """The arguments that an operator changes in place, by its schema."""
+    arguments = torch._C.parse_schema(f"operator{schema}").arguments
+    return [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]

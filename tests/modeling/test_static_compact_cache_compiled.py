@@ -1,0 +1,183 @@
+"""The kernels of CCT's static cache: translated by Triton's compiler, and run where there is a GPU."""
+
+import contextlib
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import CASE
+from test_open_tokens import WIDER
+from torch._subclasses import FakeTensorMode
+from transformers import EncoderDecoderCache, StaticCache
+from transformers.cache_utils import StaticLayer
+from triton_tools import Launcher, bytes_spilled, translate
+
+from hf_moa.modeling.cct import open_operators, paged_keys_gpu
+from hf_moa.modeling.cct.static_compact_cache import (
+    PAGE,
+    CompactStaticCache,
+    OpenPages,
+    StaticCompactLayer,
+)
+
+JITFunction = pytest.importorskip("triton").JITFunction
+
+NO_MASK = {"mask": None, "mask_batch": 0}
+NO_BIAS = {"bias": None, "bias_batch": 0, "bias_head": 0}
+NO_KEY = dict.fromkeys(("key", "value", "key_rank"))
+IN_PARTS = dict.fromkeys(("largest_of", "total_of", "closed_of"))
+CHANGED = ("keys", "values", "positions", "taken", "table", "rank")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", [80, 90])
+def test_kernels_compile_for_gpus(generation, monkeypatch, tmp_path):
+    """Within registers, and with loads of 16 bytes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    halves = ["keys", "values", "key", "value", "query", "bias", "out"]
+    numbers = ["positions", "taken", "table", "rank", "query_rank", "key_rank", "closed_of"]
+    floats = ["largest_of", "total_of", "contexts"]
+    pointers = dict.fromkeys(halves, "bf16") | dict.fromkeys(numbers, "i32")
+    pointers |= dict.fromkeys(floats, "fp32") | {"length": "i64", "mask": "u8"}
+    undivided = ["num_tokens", "max_length", "num_pages", "last_page", "heads", "groups", "scaling"]
+    step = {"PAGE": PAGE, "KEYS": paged_keys_gpu._KEYS, "PLACES": paged_keys_gpu._PLACES, "groups": 1}
+    settings = [
+        ("_take_pages", {"PAGE": PAGE, "BLOCK": 128}),
+        *[
+            each
+            for head_dim in (64, 128)
+            for each in (
+                ("_put_keys", {"PAGE": PAGE, "HEAD_DIM": head_dim, "ROWS": paged_keys_gpu._ROWS}),
+                ("_attend_step", step | {"HEAD_DIM": head_dim} | NO_BIAS | IN_PARTS),
+                ("_attend_step", step | {"HEAD_DIM": head_dim} | NO_BIAS),
+                ("_attend_step", step | {"HEAD_DIM": head_dim}),
+                ("_attend_step", step | {"HEAD_DIM": head_dim} | NO_BIAS | NO_MASK | NO_KEY | IN_PARTS),
+                ("_join_parts", {"HEAD_DIM": head_dim, "PARTS": 8}),
+            )
+        ],
+    ]
+    kernels = {name for name, each in vars(paged_keys_gpu).items() if isinstance(each, JITFunction)}
+    assert kernels == {"_with_closed"} | {name for name, _ in settings}
+    for name, constants in settings:
+        kernel = vars(paged_keys_gpu)[name]
+        own = pointers | (
+            {"out": "fp32"} if name == "_attend_step" and "closed_of" not in constants else {}
+        )
+        compiled = translate(kernel, own, generation, undivided=undivided, num_warps=4, **constants)
+        about = name, constants
+        if "HEAD_DIM" in constants and name != "_join_parts":
+            assert "ld.global.v4.b32" in compiled.asm["ptx"], about
+        assert bytes_spilled(compiled, tmp_path) == 0, about
+
+
+def test_operators_have_the_kernels_schemas():
+    for name, function in paged_keys_gpu.PAGE_OPERATORS.items():
+        changed = CHANGED
+        schema = torch.library.infer_schema(function, mutates_args=changed)
+        ours = open_operators._OPEN_SCHEMAS[name]
+        arguments = [torch._C.parse_schema(f"f{each}").arguments for each in (schema, ours)]
+        for said, made in zip(*arguments, strict=True):
+            assert (said.name, str(said.type)) == (made.name, str(made.type))
+            assert (made.alias_info is not None) is (said.name in changed)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [100, 8192])
+def test_what_runs_around_the_kernels_waits_for_no_number(length, dtype, monkeypatch):
+    """On fake tensors of a GPU, which raise where a number is asked for."""
+    for name, each in vars(paged_keys_gpu).items():
+        if isinstance(each, JITFunction):
+            monkeypatch.setattr(paged_keys_gpu, name, Launcher())
+    monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
+    monkeypatch.setattr(paged_keys_gpu, "resident_programs", lambda device: 264)
+    fakes = {}
+    stand_in = {
+        name: SimpleNamespace(register_fake=partial(fakes.__setitem__, name))
+        for name in open_operators._OPEN_SCHEMAS
+    }
+    open_operators._register_open_shapes(stand_in)
+    layer = StaticCompactLayer.of(StaticLayer(length), OpenPages())
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        states = torch.empty(3, 2, 0, 64, dtype=dtype)
+        layer.lazy_initialization(states, states)
+        rank, rows = torch.empty(4, dtype=torch.int32), torch.empty(3, 128, dtype=dtype)
+        mask = torch.empty(3, 1, 1, length, dtype=torch.bool)
+        bias = torch.empty(1, 2, 1, length, dtype=dtype)
+        paged_keys_gpu.fill_pages(*layer._held, rows, rows, rank)
+        for new in ((rows, rows, rank), (None, None, None)):
+            for given in ((mask, None), (mask, bias), (None, None)):
+                arguments = (*layer._held, rows, rank, *new, *given, 0.1)
+                found = paged_keys_gpu.attend_pages(*arguments)
+                said = fakes["attend_pages"](*arguments)
+                assert (found.shape, found.dtype) == (said.shape, said.dtype) == ((3, 128), dtype)
+
+
+@pytest.mark.parametrize(
+    ("programs", "length", "expected"),
+    [
+        (12, 256, 1),
+        (12, 511, 1),
+        (12, 512, 2),
+        (12, 8192, 16),
+        (96, 8192, 2),
+        (200, 8192, 1),
+        (300, 99999, 1),
+    ],
+)
+def test_parts(programs, length, expected):
+    assert paged_keys_gpu._parts(programs, length, 264) == expected
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("open_keys", [None, 0.1])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("attention_type", ["mha", "mae"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_generation_on_a_gpu(name, attention_type, compiled, open_keys, dtype):
+    """As close to float64 as the dense form, of the same tokens and gates."""
+    case = CASE[name]
+    inputs = {key: x.cuda() for key, x in case.inputs().items()}
+    prompt = inputs.pop("decoder_input_ids", inputs["input_ids"])
+    tokens = torch.randint(5, 60, (len(prompt), 30), device="cuda")
+    tokens[:, : prompt.shape[1]] = prompt
+
+    def decide(network, x):
+        return (
+            (x.float().sum(dim=-1, keepdim=True) * 0 + decided)
+            .expand(*x.shape[:-1], network.num_gates)
+            .to(x.dtype)
+        )
+
+    found = []
+    for execution, precision in (("dense", torch.float64), ("dense", dtype), ("sparse", dtype)):
+        fields = {"attention_type": attention_type, "cct_budgets": [1, 0.5], "cct_sublayer_norm": False}
+        model = case.build(**WIDER[case.family.name], **fields, cct_execution=execution)
+        model = model.to("cuda", precision)
+        torch.compiler.reset()
+        step = torch.compile(model, mode="reduce-overhead", fullgraph=True) if compiled else model
+        make = StaticCache if open_keys is None else partial(CompactStaticCache, open_keys=open_keys)
+        cache = make(model.config, 40)
+        given = {}
+        if case.family.name == "t5":
+            cache = EncoderDecoderCache(cache, make(model.config, inputs["input_ids"].shape[1]))
+            given = {"attention_mask": inputs["attention_mask"]}
+            given["encoder_outputs"] = model.get_encoder()(inputs["input_ids"], inputs["attention_mask"])
+        key, logits = "decoder_input_ids" if given else "input_ids", []
+        for i, place in enumerate([slice(8), *(slice(i, i + 1) for i in range(8, 30))]):
+            decided = torch.tensor(float(i % 3 > 0), device="cuda")
+            if hasattr(getattr(cache, "self_attention_cache", cache), "reserve"):
+                getattr(cache, "self_attention_cache", cache).reserve()
+            for module in model.modules():
+                if getattr(module, "gate_kind", None) == "cct":
+                    module.forced = decide
+            run = model if i == 0 else step
+            logits.append(run(**{key: tokens[:, place]}, **given, past_key_values=cache).logits.double())
+        found.append(torch.cat(logits, dim=1))
+    exact, plain, fast = found
+    error, limit = (fast - exact).abs().max(), (plain - exact).abs().max()
+    assert error <= 2 * limit + 4 * torch.finfo(dtype).eps * exact.abs().max()
