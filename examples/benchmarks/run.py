@@ -4,8 +4,8 @@
     python examples/benchmarks/run.py moa --threads 2 --turns 7 --output_dir out
     python examples/benchmarks/run.py moa cct mae --device cuda --dtype bfloat16
     python examples/benchmarks/run.py moa mae training --device cuda --dtype bfloat16 --compile
-    python examples/benchmarks/run.py cct moa mae training --device cuda --dtype bfloat16 --compile \
-        --checks --seconds 300 --output_dir out               # checks and times, in five minutes
+    python examples/benchmarks/run.py cct cct_decoding moa mae training --device cuda --dtype bfloat16 \
+        --compile --checks --seconds 300 --output_dir out         # checks and times, in five minutes
     GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296 \
         python examples/benchmarks/run.py moa                 # with a malloc that keeps its memory
 
@@ -51,7 +51,7 @@ BENCHMARKS = {
     "classifiers": classifiers.measure,
     "training": training.measure,
 }
-COMPILABLE = ("mae", "moa", "cct", "training")
+COMPILABLE = ("mae", "moa", "cct", "cct_decoding", "training")
 # Okabe and Ito's colours, told apart in grey by their marks
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")

@@ -47,7 +47,10 @@ def test_one_turn_is_refused(benchmarks, capsys):
 def test_what_is_not_compiled_is_refused(benchmarks, capsys):
     with pytest.raises(SystemExit):
         benchmarks("run").main(["moa", "memory", "--compile"])
-    assert "--compile goes only with mae, moa, cct, training (got memory)" in capsys.readouterr().err
+    assert (
+        "--compile goes only with mae, moa, cct, cct_decoding, training (got memory)"
+        in capsys.readouterr().err
+    )
 
 
 def test_models_are_compiled(benchmarks, tmp_path, monkeypatch):
@@ -66,6 +69,25 @@ def test_models_are_compiled(benchmarks, tmp_path, monkeypatch):
     data = json.loads((tmp_path / "results.json").read_text())
     assert data["environment"]["mode"] == "torch.compile"
     assert [r["name"] for t in data["tables"] for r in t["results"]] == ["BertModel", "CCT, dense"]
+
+
+def test_compiled_steps_behind_a_static_cache(benchmarks, monkeypatch):
+    decoding = benchmarks("decoding")
+    monkeypatch.setattr(decoding, "STATIC_SIZES", {"cpu": ((32, 2, 1),)})
+    monkeypatch.setattr(decoding, "CCT_PAST", 20)
+    calls = []
+
+    def compiled(module, **_):
+        return lambda *inputs, **options: calls.append(module) or module(*inputs, **options)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    steps, memory = decoding.measure_cct(turns=2, dtype=torch.float32, compiled=True)
+    assert [each.name for each in steps.results] == ["GPT-2", "CCT, dense"]
+    assert {type(module).__name__ for module in calls} == {"GPT2LMHeadModel", "MoaGPT2LMHeadModel"}
+    assert [each.name for each in memory.results] == ["GPT-2", "CCT, dense"]
+    full = 2 * (20 + decoding.STEPS_IN_A_TURN) * 32 * 4 / 1e6
+    assert [each.value for each in memory.results] == [full, full]
+    assert "static cache of 24 tokens" in memory.title
 
 
 def test_script_writes_tables_and_a_picture(benchmarks, tmp_path, monkeypatch, capsys):
