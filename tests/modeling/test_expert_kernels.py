@@ -12,7 +12,7 @@ from common import assert_same_with_gradients, hidden
 from layers import attention_layer
 from references import moa_attention
 from torch._subclasses import FakeTensorMode
-from triton_tools import Launcher, convert, in_float32, interpreted_copy
+from triton_tools import Launcher, convert, in_float32, interpreted_copies
 
 from hf_moa.modeling.moa import fast_products as expert_products
 from hf_moa.modeling.moa import fast_products_cpu as expert_loop
@@ -41,7 +41,7 @@ each_form = pytest.mark.parametrize("by_expert", [True, False], ids=["chosen", "
 
 @pytest.fixture(scope="module")
 def interpreted():
-    with interpreted_copy(slot_kernels) as slots, interpreted_copy(expert_kernels) as module:
+    with interpreted_copies(slot_kernels, expert_kernels) as (slots, module):
         for name in ("pick_slots", "pick_slots_scaled", "spread_slots"):
             setattr(module, name, getattr(slots, name))
         yield module

@@ -11,6 +11,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -20,6 +21,13 @@ _SHARED = "hf_moa.modeling.core.gpu_kernels"
 @contextmanager
 def interpreted_copy(module):
     """A copy of a module, with kernels that are interpreted. Triton decides that when it is imported."""
+    with interpreted_copies(module) as (copy,):
+        yield copy
+
+
+@contextmanager
+def interpreted_copies(*modules):
+    """Copies of several, by one Triton: copies of Triton that live side by side have crashed."""
 
     def forget():
         loaded = [name for name in sys.modules if name.split(".")[0] == "triton" or name == _SHARED]
@@ -28,12 +36,54 @@ def interpreted_copy(module):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         kept = forget()
-        spec = importlib.util.spec_from_file_location(f"{module.__name__}_interpreted", module.__file__)
-        copy = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(copy)
-        yield copy
+        copies = []
+        for module in modules:
+            spec = importlib.util.spec_from_file_location(
+                f"{module.__name__}_interpreted", module.__file__
+            )
+            copies.append(importlib.util.module_from_spec(spec))
+            spec.loader.exec_module(copies[-1])
+        refuse_other_memory(sys.modules["triton.runtime.interpreter"])
+        yield copies
         forget()
         sys.modules.update(kept)
+
+
+def refuse_other_memory(interpreter):
+    """Let kernels read and write only within the tensors that they are called with: elsewhere there often
+    is some memory, and nobody notices."""
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    given, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    ranges = []
+
+    def note(self, *args):
+        found = given(self, *args)
+        ranges[:] = [
+            (x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
+            for x in (*found[0], *found[1].values())
+            if isinstance(x, torch.Tensor)
+        ]
+        return found
+
+    def check(pointers, mask, size):
+        taken = numpy.broadcast_to(mask.data, pointers.data.shape).astype(bool)
+        places = pointers.data[taken].astype(numpy.int64)
+        inside = numpy.zeros(places.shape, dtype=bool)
+        for start, length in ranges:
+            inside |= (places >= start) & (places + size <= start + length)
+        if not inside.all():
+            raise IndexError(f"{(~inside).sum()} of {places.size} places are in no tensor of the call")
+
+    def checked_load(self, pointers, mask, *args):
+        check(pointers, mask, pointers.get_element_ty().primitive_bitwidth // 8)
+        return load(self, pointers, mask, *args)
+
+    def checked_store(self, pointers, value, mask, *args):
+        check(pointers, mask, pointers.get_element_ty().primitive_bitwidth // 8)
+        return store(self, pointers, value, mask, *args)
+
+    executor._init_args_hst = note
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
 
 
 def translate(kernel, pointers, generation, *, num_warps, num_stages=3, undivided=(), **constants):
