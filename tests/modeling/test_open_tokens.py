@@ -11,12 +11,18 @@ import torch
 from families import CASE, each_gated_variant
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from triton_tools import Launcher, in_float32, interpreted_copy
+from triton_tools import Launcher, in_float32, interpreted_copies
 
 from hf_moa import MoaBertConfig
 from hf_moa.modeling.attention.flow import AttentionCall
 from hf_moa.modeling.bert.layers import MoaBertLayer
-from hf_moa.modeling.cct import open_operators, open_tokens, open_tokens_gpu
+from hf_moa.modeling.cct import (
+    fast_control,
+    fast_control_gpu,
+    open_operators,
+    open_tokens,
+    open_tokens_gpu,
+)
 
 JITFunction = pytest.importorskip("triton").JITFunction
 
@@ -34,9 +40,24 @@ shares = pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    with interpreted_copy(open_tokens_gpu) as module:
-        yield module
+def copies():
+    with interpreted_copies(open_tokens_gpu, fast_control_gpu) as found:
+        yield found
+
+
+@pytest.fixture
+def interpreted(copies):
+    return copies[0]
+
+
+@pytest.fixture
+def control(copies):
+    return copies[1]
+
+
+def takes_kernels(execution, x):
+    """In the place of `may_take_kernels`: on a CPU, too."""
+    return execution == "sparse" and not torch.is_grad_enabled()
 
 
 def random_gates(*shape, share=0.5):
@@ -77,6 +98,24 @@ def test_order(interpreted, number, parts, share):
     plain = interpreted.order_tokens(gates, False)
     assert all(map(torch.equal, plain[:3], (order, rank, patterns)))
     assert plain[3].numel() == 0
+
+
+# --- gates ----------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("number", "width", "hidden", "gates"),
+    [(1, 16, 16, 1), (70, 48, 32, 2), (17, 64, 192, 4), (2100, 16, 16, 3), (5, 32, 16, 16)],
+)
+def test_control_networks(control, number, width, hidden, gates, dtype, tolerance):
+    x = torch.randn(number, width).to(dtype)
+    weight, out_weight = (torch.randn(hidden, width) / 7).to(dtype), torch.randn(gates, hidden).to(dtype)
+    bias, out_bias = torch.randn(hidden).to(dtype), torch.randn(gates).to(dtype)
+    actual = control.control_logits(x, weight, bias, out_weight, out_bias)
+    hidden_states = torch.relu(x.double() @ weight.double().t() + bias.double())
+    assert actual.dtype == dtype
+    assert_close(actual, hidden_states @ out_weight.double().t() + out_bias.double(), tolerance)
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -230,20 +269,18 @@ WIDER = {
 
 
 @pytest.fixture
-def taken(interpreted, monkeypatch):
+def taken(interpreted, control, monkeypatch):
     """Layers in float64 take this form; what it computes."""
     calls = []
 
     def noted(name, function):
         return lambda *args: calls.append(name) or function(*args)
 
-    operators = {name: noted(name, in_float32(each)) for name, each in interpreted.OPERATORS.items()}
+    computed = control.CONTROL_OPERATORS | interpreted.OPERATORS
+    operators = {name: noted(name, in_float32(each)) for name, each in computed.items()}
     monkeypatch.setattr(open_operators, "_open_computed_by", lambda x: operators)
-    monkeypatch.setattr(
-        open_tokens,
-        "_may_take",
-        lambda execution, x: execution == "sparse" and not torch.is_grad_enabled(),
-    )
+    for module in (open_tokens, fast_control):
+        monkeypatch.setattr(module, "may_take_kernels", takes_kernels)
     return calls
 
 
@@ -262,13 +299,15 @@ def test_models_compute_what_the_dense_form_does(case, fields, padding, taken):
         sizes = WIDER[case.family.name] | case.family.one_layer
         model = case.build(**sizes, cct_execution=execution, **fields).double()
         outputs.append(model(**inputs))
-        assert bool(taken) is (execution == "sparse" and fields.get("attention_type") != "moa")
+        skips = {name for name in taken if name != "control_logits"}
+        assert bool(skips) is (execution == "sparse" and fields.get("attention_type") != "moa")
     dense, sparse = outputs
     assert (dense.compute_fraction < 0.95).any()  # else there is nothing to skip
     real = ... if case.family.name == "t5" or padding == "none" else inputs["attention_mask"].bool()
     torch.testing.assert_close(sparse.logits[real], dense.logits[real], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(sparse.compute_fraction, dense.compute_fraction)
-    if taken:  # feed-forward layers, too: in one product of all parts, or in each part's
+    assert "control_logits" in taken
+    if skips:  # feed-forward layers, too: in one product of all parts, or in each part's
         name = "combine_tokens" if fields.get("cct_sublayer_norm") is False else "project_tokens"
         assert taken.count(name) > 1.5 * taken.count("attend_tokens")
 
@@ -374,10 +413,8 @@ def test_a_compiler_takes_models_whole(name, taken):
 # --- without numbers ------------------------------------------------------------------------------
 
 
-KERNELS = [
-    name for name in vars(open_tokens_gpu) if isinstance(vars(open_tokens_gpu)[name], JITFunction)
-]
-_NAMES = ["order_tokens", "project_tokens", "combine_tokens", "attend_tokens"]
+OPERATORS = fast_control_gpu.CONTROL_OPERATORS | open_tokens_gpu.OPERATORS
+_NAMES = ["control_logits", "order_tokens", "project_tokens", "combine_tokens", "attend_tokens"]
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
@@ -385,8 +422,10 @@ _NAMES = ["order_tokens", "project_tokens", "combine_tokens", "attend_tokens"]
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_runs_around_the_kernels_waits_for_no_number(masked, dtype, monkeypatch):
     """On fake tensors of a GPU, which raise where a number is asked for."""
-    for name in KERNELS:
-        monkeypatch.setattr(open_tokens_gpu, name, Launcher())
+    for module in (fast_control_gpu, open_tokens_gpu):
+        for name, each in vars(module).items():
+            if isinstance(each, JITFunction):
+                monkeypatch.setattr(module, name, Launcher())
     monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
     monkeypatch.setattr(open_tokens_gpu, "resident_programs", lambda device: 264)
     fakes = {}
@@ -403,6 +442,7 @@ def test_what_runs_around_the_kernels_waits_for_no_number(masked, dtype, monkeyp
         bias = torch.empty(1, 2, 70, 70, dtype=dtype) if masked else None
         order_of = (each for both in zip(order.unbind(), rank.unbind(), strict=True) for each in both)
         calls = [
+            ("control_logits", (x, weight, *(torch.empty(n, dtype=dtype) for n in (64, (3, 64), 3)))),
             ("order_tokens", (gates, True)),
             ("order_tokens", (gates, False)),
             ("project_tokens", (x, order, rank, [weight, weight], [], (0, 1), "", False)),
@@ -411,15 +451,15 @@ def test_what_runs_around_the_kernels_waits_for_no_number(masked, dtype, monkeyp
             ("attend_tokens", (x, x, x, *order_of, mask, bias, 3, 16, 0.25, not masked)),
         ]
         for name, arguments in calls:
-            found, said = open_tokens_gpu.OPERATORS[name](*arguments), fakes[name](*arguments)
+            found, said = OPERATORS[name](*arguments), fakes[name](*arguments)
             found, said = ([each] if isinstance(each, torch.Tensor) else each for each in (found, said))
             shapes = [[(t.shape, t.dtype, t.device) for t in each] for each in (found, said)]
             assert shapes[0] == shapes[1], name
 
 
 def test_operators_have_the_kernels_schemas():
-    assert list(open_tokens_gpu.OPERATORS) == _NAMES
-    for name, function in open_tokens_gpu.OPERATORS.items():
+    assert list(OPERATORS) == _NAMES
+    for name, function in OPERATORS.items():
         assert (
             torch.library.infer_schema(function, mutates_args=()) == open_operators._OPEN_SCHEMAS[name]
         )
@@ -456,7 +496,7 @@ def test_where_it_is_taken(change, expected, monkeypatch):
     others = {"device": "cuda", "has_driver": True, "has_grad": False, "training": False, "hook": None}
     others |= {"execution": "sparse", "without_bias": None}
     settings = FITS | others | change
-    monkeypatch.setattr(open_tokens, "kernels_run_on", lambda device: settings["has_driver"])
+    monkeypatch.setattr(open_operators, "kernels_run_on", lambda device: settings["has_driver"])
     config = MoaBertConfig(
         hidden_size=settings["width"],
         num_attention_heads=settings["heads"],

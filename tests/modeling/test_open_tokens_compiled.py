@@ -6,7 +6,7 @@ from families import CASE
 from test_open_tokens import WIDER
 from triton_tools import bytes_spilled, translate
 
-from hf_moa.modeling.cct import open_tokens_gpu
+from hf_moa.modeling.cct import fast_control_gpu, open_tokens_gpu
 
 JITFunction = pytest.importorskip("triton").JITFunction
 
@@ -19,6 +19,15 @@ NO_MASK = {
 NO_BIAS = {"bias": None, **dict.fromkeys(("bias_batch", "bias_head", "bias_query", "bias_key"), 0)}
 UP = {"PARTS": 4, "LISTS": 0x3210, "AT_TOKENS": True, "ACTIVATION": "gelu"}
 KEYS = {"PARTS": 3, "LISTS": 0x110, "AT_TOKENS": False, "ACTIVATION": "", **NO_FOURTH}
+
+
+ALL = vars(fast_control_gpu) | vars(open_tokens_gpu)
+
+
+def control_networks():
+    """Of BERT-base's and GPT-2's size, with the default width."""
+    for number in (1, 4096):
+        yield "_control", fast_control_gpu._control_tiles(number, 768, 128)
 
 
 def products(number):
@@ -53,14 +62,16 @@ def test_kernels_compile_for_gpus(generation, monkeypatch, tmp_path):
         "key",
         "value",
         "gates",
+        *("out_weight", "out_bias", "logits"),
         *(n + p for n in ("weight", "bias", "out") for p in PARTS),
     ]
     numbers = ["numbers", "patterns", "by_pattern", "visible"]
     numbers += [f"{of}{name}" for of in ("", "query_", "key_") for name in ("order", "rank")]
     pointers = dict.fromkeys(halves, "bf16") | dict.fromkeys(numbers, "i32") | {"mask": "u8"}
-    undivided = ["num_rows", "num_tiles", "num_queries", "num_keys", "heads"]
+    undivided = ["num_rows", "num_gates", "num_tiles", "num_queries", "num_keys", "heads"]
     order = {"PARTS": 4, "BLOCK": open_tokens_gpu.BLOCK, "num_warps": 4}
     settings = [
+        *control_networks(),
         ("_find_patterns", order),
         ("_put_in_order", order | {"CHUNK": open_tokens_gpu._CHUNK}),
         ("_put_in_order", order | {"CHUNK": open_tokens_gpu._CHUNK, "numbers": None, "num_tiles": 1}),
@@ -71,13 +82,12 @@ def test_kernels_compile_for_gpus(generation, monkeypatch, tmp_path):
         *attention(64),
         *attention(128),
     ]
-    kernels = {name for name, each in vars(open_tokens_gpu).items() if isinstance(each, JITFunction)}
-    assert kernels == {"_place_of", "_bits_of", "_at_places", "_activated"} | {
+    kernels = {n: each for n, each in ALL.items() if isinstance(each, JITFunction)}
+    assert set(kernels) == {"_place_of", "_bits_of", "_at_places", "_activated"} | {
         name for name, _ in settings
     }
     for name, constants in settings:
-        kernel = vars(open_tokens_gpu)[name]
-        compiled = translate(kernel, pointers, generation, undivided=undivided, **constants)
+        compiled = translate(kernels[name], pointers, generation, undivided=undivided, **constants)
         about = name, constants
         if constants is not order and "CHUNK" not in constants:
             assert "mma" in compiled.asm["ptx"], about

@@ -446,9 +446,19 @@ def test_forced_gates_rule_eval_until_they_are_let_go():
     shares = [model(**inputs).compute_fraction.mean().item() for _ in range(20)]
     assert 0.1 < sum(shares) / 20 < 0.5
     assert len(set(shares)) > 10
+    networks = [module for module in model.modules() if isinstance(module, ControlNetwork)]
+    calls = []
+    hooks = [each.dense.register_forward_hook(lambda *_: calls.append(1)) for each in networks]
+    model(**inputs)
+    assert len(calls) == len(networks) > 2  # they are computed all the same
+    for hook in hooks:
+        hook.remove()
     assert 0 < model.train()(**inputs, output_cct_gates=True).cct_gates[0]["query"].min() < 1
     model.eval().set_cct_gates(None)
     assert torch.equal(model(**inputs).logits, own)
+    model.set_cct_gates(0.0)
+    nan = torch.full((1, 2, networks[0].dense.in_features), float("nan"), dtype=torch.float64)
+    assert networks[0](nan).all()  # the result says it, as without
     for bad in (1.5, "half"):
         with pytest.raises(ValueError, match=r"gates must be a share in \[0, 1\], a function or None"):
             model.set_cct_gates(bad)

@@ -6,13 +6,28 @@ import re
 import pytest
 import torch
 from families import CASE
-from test_open_tokens import WIDER, assert_close, dtypes, plain_attention, random_gates, shares
+from test_open_tokens import (
+    WIDER,
+    assert_close,
+    dtypes,
+    plain_attention,
+    random_gates,
+    shares,
+    takes_kernels,
+)
 from torch._inductor.utils import run_and_get_code
 from transformers import EncoderDecoderCache, StaticCache
-from triton_tools import in_float32, interpreted_copy
+from triton_tools import in_float32, interpreted_copies
 
 from hf_moa.modeling.cache.gate_states import GatedStaticLayer
-from hf_moa.modeling.cct import open_operators, open_tokens, open_tokens_gpu, paged_keys_gpu
+from hf_moa.modeling.cct import (
+    fast_control,
+    fast_control_gpu,
+    open_operators,
+    open_tokens,
+    open_tokens_gpu,
+    paged_keys_gpu,
+)
 from hf_moa.modeling.cct.static_compact_cache import (
     PAGE,
     CompactStaticCache,
@@ -27,8 +42,9 @@ GPT2, T5 = CASE["GPT2LMHeadModel"], CASE["T5ForConditionalGeneration"]
 
 @pytest.fixture(scope="module")
 def operators():
-    with interpreted_copy(open_tokens_gpu) as tokens, interpreted_copy(paged_keys_gpu) as pages:
-        yield tokens.OPERATORS | pages.PAGE_OPERATORS
+    with interpreted_copies(fast_control_gpu, open_tokens_gpu, paged_keys_gpu) as copies:
+        control, tokens, pages = copies
+        yield control.CONTROL_OPERATORS | tokens.OPERATORS | pages.PAGE_OPERATORS
 
 
 @pytest.fixture
@@ -57,11 +73,8 @@ def interpreted(operators, monkeypatch):
 
     computed = {name: noted(name, keeping_dtype(name, each)) for name, each in operators.items()}
     monkeypatch.setattr(open_operators, "_open_computed_by", lambda x: computed)
-    monkeypatch.setattr(
-        open_tokens,
-        "_may_take",
-        lambda execution, x: execution == "sparse" and not torch.is_grad_enabled(),
-    )
+    for module in (open_tokens, fast_control):
+        monkeypatch.setattr(module, "may_take_kernels", takes_kernels)
     return calls
 
 
@@ -108,12 +121,14 @@ class Held:
 
 
 @shares
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("numbers", [(1,), (70,), (32, 1, 1, 31), (5, 64, 3)])
-def test_pages_hold_the_open_keys(interpreted, numbers, share):
-    held = Held(3, 2, 2, 16, 80, torch.float32)
+def test_pages_hold_the_open_keys(interpreted, numbers, batch, share):
+    held = Held(batch, 2, 2, 16, 80, torch.float32)
     for number in numbers:
         held.fill(number, share)
         held.check()
+        assert not held.layer.rank[:, held.length + 1 :].any()  # nothing is written behind
     layer, count = held.layer, held.open.sum(dim=1)
     pages = count // PAGE + 1
     assert int(layer.pages.taken) == int(pages.clamp(max=layer.table.shape[1]).sum())

@@ -50,8 +50,8 @@ def interpreted_copies(*modules):
 
 
 def refuse_other_memory(interpreter):
-    """Let kernels read and write only within the tensors that they are called with: elsewhere there often
-    is some memory, and nobody notices."""
+    """Let kernels read and write only within the tensors that they are called with: elsewhere there
+    often is some memory, and nobody notices."""
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     given, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
     ranges = []

@@ -92,6 +92,7 @@ class AttentionGates(nn.Module):
                 starts_open=starts_open,
                 num_budgets=num_budgets,
                 is_hard=is_hard,
+                execution=execution,
             )
 
         self.control = network(1 if is_cross_attention else 2)

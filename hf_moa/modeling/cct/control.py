@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .budgets import Budget
+from .fast_control import fast_logits, takes_control_kernel
 
 # Logit at which gates of a converted checkpoint start: sigmoid(4) = 0.982.
 OPEN_GATE_LOGIT = 4.0
@@ -37,6 +38,7 @@ class ControlNetwork(nn.Module):
         num_budgets: how many budgets have a bias, `budget_bias` `[num_budgets, n]`; 0 for no bias.
         is_hard: decide in training as in eval, with the gradient of the noisy sigmoid (straight-through,
             Bengio et al. 2013): `g = [p >= 0.5] + p - stop_gradient(p)`.
+        execution: "auto", "sparse" or "dense", in eval; see `fast_control.py`.
 
     Shapes: `[B, T, d]` and the call's `Budget` -> `[B, T, n]`.
 
@@ -58,8 +60,10 @@ class ControlNetwork(nn.Module):
         starts_open: bool,
         num_budgets: int = 0,
         is_hard: bool = False,
+        execution: str = "auto",
     ):
         super().__init__()
+        self.cct_execution = execution
         self.starts_open = starts_open
         self.num_gates = num_gates
         self.is_hard = is_hard
@@ -96,7 +100,9 @@ class ControlNetwork(nn.Module):
 
     def forward(self, hidden_states: Tensor, budget: Budget | None = None) -> Tensor:
         if self.forced is not None and not self.training:
-            return self.forced(self, hidden_states)
+            # of logits, so that it takes as long; NaN is not skipped here either
+            is_nan = self._logits(hidden_states, budget).isnan()
+            return self.forced(self, hidden_states).masked_fill(is_nan, 1.0)
         if budget is not None and budget.is_plain:
             return hidden_states.new_ones(*hidden_states.shape[:-1], self.num_gates)
         gates = self._decide(self._logits(hidden_states, budget))
@@ -105,7 +111,10 @@ class ControlNetwork(nn.Module):
         return torch.where(budget.plain[:, None, None], torch.ones_like(gates), gates)
 
     def _logits(self, hidden_states: Tensor, budget: Budget | None) -> Tensor:
-        logits = self.out(torch.relu(self.dense(hidden_states)))
+        if takes_control_kernel(self, hidden_states):
+            logits = fast_logits(self, hidden_states)
+        else:
+            logits = self.plain_logits(hidden_states)
         if self.budget_bias is None:
             return logits
         if budget is None:
@@ -115,6 +124,10 @@ class ControlNetwork(nn.Module):
             )
         # shape: (B, n) -> (B, 1, n)
         return logits + self.budget_bias[budget.index].unsqueeze(1)
+
+    def plain_logits(self, hidden_states: Tensor) -> Tensor:
+        """G(x), `[..., n]`."""
+        return self.out(torch.relu(self.dense(hidden_states)))
 
     def _decide(self, logits: Tensor) -> Tensor:
         if not self.training:

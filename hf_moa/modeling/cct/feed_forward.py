@@ -65,6 +65,7 @@ class FeedForwardGate(nn.Module):
             starts_open=starts_open,
             num_budgets=num_budgets,
             is_hard=is_hard,
+            execution=execution,
         )
 
     def forward(

@@ -1,6 +1,6 @@
 """The operators of CCT's form for GPUs (`open_tokens.py`): their names, schemas and shapes.
 
-`open_tokens_gpu.py` and `paged_keys_gpu.py` compute them, and say what they are.
+`fast_control_gpu.py`, `open_tokens_gpu.py` and `paged_keys_gpu.py` compute them, and say what they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,20 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..core.operators import define, library_name
+from ..core.operators import define, kernels_run_on, library_name
+from ..core.tracing import is_drawn_as_graph, is_transformed
+
+
+def may_take_kernels(execution: str, x: Tensor) -> bool:
+    """Whether they may be asked at all: only where the configuration says so."""
+    return (
+        execution == "sparse"
+        and x.is_cuda
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and not torch.is_grad_enabled()  # they have no derivative
+        and not (is_drawn_as_graph() or is_transformed(x))
+        and kernels_run_on(x.device)
+    )
 
 
 def open_operators() -> Any:
@@ -21,10 +34,11 @@ def open_operators() -> Any:
 
 
 def _open_computed_by(x: Tensor) -> dict[str, Callable[..., Any]]:
+    from .fast_control_gpu import CONTROL_OPERATORS
     from .open_tokens_gpu import OPERATORS
     from .paged_keys_gpu import PAGE_OPERATORS
 
-    return OPERATORS | PAGE_OPERATORS
+    return CONTROL_OPERATORS | OPERATORS | PAGE_OPERATORS
 
 
 def _compute_open(name: str, x: Tensor, *args: Any) -> Any:
@@ -35,8 +49,10 @@ _OF_PAGES = (
     "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) positions, Tensor(d!) taken, Tensor(e!) table, "
     "Tensor(f!) rank, Tensor length"
 )
-# those of the functions in the two files, whose import takes Triton's
+# those of the functions in these files, whose import takes Triton's
 _OPEN_SCHEMAS = {
+    "control_logits": "(Tensor x, Tensor weight, Tensor bias, Tensor out_weight, Tensor out_bias) "
+    "-> Tensor",
     "order_tokens": "(Tensor gates, bool sort) -> (Tensor, Tensor, Tensor, Tensor)",
     "project_tokens": "(Tensor x, Tensor order, Tensor rank, Tensor[] weights, Tensor[] biases, "
     "SymInt[] gates, str activation, bool at_tokens) -> Tensor[]",
@@ -60,6 +76,10 @@ def _register_open() -> None:
 
 
 def _register_open_shapes(defined: dict[str, Any]) -> None:
+    @defined["control_logits"].register_fake
+    def _(x, weight, bias, out_weight, out_bias):
+        return x.new_empty(x.shape[0], out_weight.shape[0])
+
     @defined["order_tokens"].register_fake
     def _(gates, sort):
         number, parts = gates.shape
@@ -90,6 +110,10 @@ def _register_open_shapes(defined: dict[str, Any]) -> None:
 
 def _register_open_flops() -> None:
     """Tell `torch.utils.flop_counter` what the operators multiply, if all gates are open."""
+
+    @register_flop_formula(open_operators().control_logits)
+    def _(x, weight, bias, out_weight, *args, **kwargs) -> int:
+        return 2 * x[0] * (weight[0] * weight[1] + out_weight[0] * out_weight[1])
 
     @register_flop_formula(open_operators().project_tokens)
     def _(x, order, rank, weights, *args, **kwargs) -> int:

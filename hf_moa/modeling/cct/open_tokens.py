@@ -20,14 +20,12 @@ from ..attention.flow import Attended, AttentionCall, AttentionFlow
 from ..cache.gate_states import GatedStaticLayer, gated_layer
 from ..core.activations import build_activation
 from ..core.linear_slices import PlainLinear, is_plain, is_watched
-from ..core.operators import kernels_run_on
 from ..core.precision import compute_dtype
 from ..core.records import Record
-from ..core.tracing import is_drawn_as_graph, is_transformed
 from ..feed_forward.layers import DenseFeedForward
 from ..parallel.ranks import ONE_RANK
 from .compact_cache import spread_compact
-from .open_operators import open_operators
+from .open_operators import may_take_kernels, open_operators
 from .static_compact_cache import StaticCompactLayer, make_static_compact
 
 # What the kernels take.
@@ -83,7 +81,12 @@ def attends_open_tokens(module: Any, layer: AttentionFlow, call: AttentionCall) 
         module: its `AttentionGates`.
     """
     x = call.hidden_states
-    if not _may_take(module.cct_execution, x) or module.is_soft or layer.training or module.training:
+    if (
+        not may_take_kernels(module.cct_execution, x)
+        or module.is_soft
+        or layer.training
+        or module.training
+    ):
         return False
     if call.is_paged or module.ranks is not ONE_RANK:
         return False
@@ -353,7 +356,7 @@ def computes_open_slices(
     Args:
         module: its `FeedForwardGate`.
     """
-    if not _gates_may_take(module, x) or not _are_fit(x, [*up, down]):
+    if not _gatesmay_take_kernels(module, x) or not _are_fit(x, [*up, down]):
         return False
     return _weight(down).shape[1] % (gates.shape[-1] * _WIDTHS_DIVIDE_BY) == 0
 
@@ -381,7 +384,7 @@ def computes_open_parts(module: Any, x: Tensor, parts: Iterable[nn.Module]) -> b
         module: its `FeedForwardGate`.
         parts: its networks.
     """
-    if not _gates_may_take(module, x):
+    if not _gatesmay_take_kernels(module, x):
         return False
     return all(
         type(part) is DenseFeedForward
@@ -438,23 +441,11 @@ def _hidden(
 # --- products -------------------------------------------------------------------------------------
 
 
-def _may_take(execution: str, x: Tensor) -> bool:
-    """Whether the kernels may be asked at all: only where the configuration says so."""
-    return (
-        execution == "sparse"
-        and x.is_cuda
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and not torch.is_grad_enabled()  # they have no derivative
-        and not (is_drawn_as_graph() or is_transformed(x))
-        and kernels_run_on(x.device)
-    )
-
-
-def _gates_may_take(module: Any, x: Tensor) -> bool:
+def _gatesmay_take_kernels(module: Any, x: Tensor) -> bool:
     """The same of a feed-forward layer, by its `FeedForwardGate`."""
     if module.training or module.control.training or module.ranks is not ONE_RANK:
         return False
-    return module.num_splits <= _MOST_PARTS and _may_take(module.cct_execution, x)
+    return module.num_splits <= _MOST_PARTS and may_take_kernels(module.cct_execution, x)
 
 
 def _are_fit(x: Tensor, linears: Sequence[Any]) -> bool:

@@ -367,7 +367,7 @@ def fill_pages(
         key_rank: `[B * T + 1]`, how many of them come before each token.
     """
     batch, pages = table.shape
-    tokens, max_length = key_rank.shape[0] // batch, rank.shape[1] - 1
+    tokens, max_length = (key_rank.shape[0] - 1) // batch, rank.shape[1] - 1
     last_page, kv_heads, page, head_dim = keys.shape[0] - 1, *keys.shape[1:]
     with torch.cuda.device_of(keys):
         _take_pages[(batch,)](

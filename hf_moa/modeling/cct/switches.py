@@ -37,7 +37,8 @@ class CctSwitches(ModelMixin):
 
     def set_cct_gates(self, gates: Callable[[Any, Tensor], Tensor] | float | None) -> None:
         """Decide in eval what CCT's gates let through, instead of the control networks: to measure a
-        model at a share of open gates, or to compare forms of execution.
+        model at a share of open gates, or to compare forms of execution. The networks are computed all
+        the same, so that it takes as long as their own decisions; a gate whose logit is NaN is open.
 
         Args:
             gates: a share of open gates, drawn for each token; or a function of a `ControlNetwork` and
