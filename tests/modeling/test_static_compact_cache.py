@@ -312,7 +312,7 @@ def make_cache(case, model, length, source=0, open_keys=None):
 
 @torch.no_grad()
 def in_pieces(case, model, pieces, *, padded=False, open_keys=None, between=lambda piece, model: None):
-    """Logits of tokens given in pieces, and the cache."""
+    """Logits of tokens given in pieces and their compute fractions, and the cache."""
     ids = torch.randint(5, 60, (3, sum(pieces)), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     if padded:
@@ -328,7 +328,7 @@ def in_pieces(case, model, pieces, *, padded=False, open_keys=None, between=lamb
         ids, mask = ids[:number], mask[:number]
     source = 0 if case.family.name == "gpt2" else inputs["attention_mask"].shape[1]
     cache = make_cache(case, model, 20, source, open_keys)
-    logits, start = [], 0
+    logits, fractions, start = [], [], 0
     for i, piece in enumerate(pieces):
         between(i, model)
         place = slice(start, start + piece)
@@ -337,8 +337,10 @@ def in_pieces(case, model, pieces, *, padded=False, open_keys=None, between=lamb
             inputs = {"attention_mask": mask[:, :start]}
             inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, place]
         inputs[key] = ids[:, place]
-        logits.append(model(**inputs, past_key_values=cache, use_cache=True).logits)
-    return torch.cat(logits, dim=1)[mask.bool()], cache
+        output = model(**inputs, past_key_values=cache, use_cache=True)
+        logits.append(output.logits)
+        fractions.append(output.compute_fraction)
+    return [torch.cat(logits, dim=1)[mask.bool()], torch.cat(fractions)], cache
 
 
 @pytest.mark.covering
@@ -388,6 +390,20 @@ def test_a_cache_serves_other_forms(interpreted, case, then):
     assert {type(layer) for layer in own_layers(cache)} == {kind}
 
 
+@torch.no_grad()
+def test_a_classifier_goes_on_behind_a_cache(interpreted):
+    """Its last layer has one query for several keys."""
+    case, found = CASE["GPT2ForSequenceClassification"], []
+    ids = torch.randint(5, 60, (2, 9))
+    for execution in ("dense", "sparse"):
+        model = build(case, execution)
+        cache = StaticCache(model.config, max_cache_len=12)
+        for piece in ids.split((4, 1, 4), dim=1):
+            found.append(model(piece, past_key_values=cache).logits)
+    torch.testing.assert_close(found[3:], found[:3], atol=1e-4, rtol=1e-4)
+    assert {type(layer) for layer in cache.layers} == {StaticCompactLayer}
+
+
 @pytest.mark.parametrize("execution", ["dense", "sparse"])
 def test_without_kernels_it_is_a_static_cache(execution):
     """On a CPU."""
@@ -434,7 +450,7 @@ def test_a_cache_that_is_reset(interpreted):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "make_cache", lambda *_: cache)
         actual, _ = in_pieces(GPT2, model, [6, 1, 1])
-    assert torch.equal(actual, expected)
+    assert all(map(torch.equal, actual, expected))
 
 
 @torch.no_grad()

@@ -573,7 +573,7 @@ STATIC = (
         "modeling/cache/gate_states.py",
         {"before + amounts.cumsum(dim=1)": "amounts.cumsum(dim=1)"},
         ("modeling/test_decoding.py",),
-        "static or set_back",
+        "compute_fraction_counts",
     ),
     Mutant(
         "norm-momentum",

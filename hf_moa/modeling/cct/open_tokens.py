@@ -111,8 +111,8 @@ def attend_open_tokens(
         gates: its `AttentionGateValues`.
     """
     held = _open_keys_of(layer, call)
-    is_step = call.hidden_states.shape[1] == 1 and layer.attn_implementation == "sdpa"
-    is_step = is_step and _sees_alike(call.attention_mask, 1)
+    is_step = all(x is None or x.shape[1] == 1 for x in (call.hidden_states, call.source))
+    is_step = is_step and layer.attn_implementation == "sdpa" and _sees_alike(call.attention_mask, 1)
     attend: Callable[..., tuple[OpenTokens, Tensor, Tensor | None]] = _attend_to_all_keys
     if held is not None and held.is_initialized:
         attend = partial(_attend_step if is_step else _attend_to_spread_keys, held)
