@@ -192,7 +192,7 @@ def test_one_token_takes_open_parts_side_by_side_at_once(open_parts, kind):
         part_cost=1,
         starts_open=True,
         execution="dense",
-    )
+    ).double()
     up = [layer(6, 8) for _ in range(2 if kind == "gated" else 1)]
     down = layer(8, 6)
     x = torch.randn(1, 1, 6, dtype=torch.float64, requires_grad=True)
