@@ -58,6 +58,25 @@ def test_input_equals_each_experts_own_product(form, bias):
 
 
 @pytest.mark.parametrize("bias", [True, False])
+def test_all_experts_need_no_index(bias):
+    """In their order; outputs and gradients."""
+    index = torch.arange(N).expand(2, 3, N)
+    found = []
+    for given in (index, None):
+        into, out_of = layers(bias=bias)
+        torch.manual_seed(1)
+        x = torch.randn(2, 3, WIDE, dtype=torch.float64, requires_grad=True)
+        weight = torch.rand(2, 3, N, dtype=torch.float64, requires_grad=True)
+        heads = into(x, given)
+        y = out_of(heads.sin(), given, weight)
+        learning = [x, weight, *into.parameters(), *out_of.parameters()]
+        found.append([heads, y, *torch.autograd.grad(y.cos().sum(), learning)])
+    torch.testing.assert_close(*found)
+    for layer, given in ((into, x), (out_of, heads)):
+        assert layer.count_macs(given, None) == layer.count_macs(given, index)
+
+
+@pytest.mark.parametrize("bias", [True, False])
 def test_output_equals_the_sum_over_the_experts(form, bias):
     _, layer = layers(form=form, bias=bias)
     batch, length = batch_and_length(form)

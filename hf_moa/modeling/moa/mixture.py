@@ -26,6 +26,7 @@ from ..attention.multi_head import Linear, MultiHead
 from ..core.records import Record
 from ..core.slots import MIXTURES
 from ..parallel.plans import AttentionNames, Plan
+from ..parallel.ranks import ONE_RANK
 from ..routing.routers import ROUTERS, Routing
 from .projections import ExpertInput, ExpertOutput
 
@@ -128,12 +129,19 @@ class MixtureOfAttentionExperts(MultiHead):
         index = index // self.num_heads  # a slot of a group has one of the group's experts
         return mix._replace(index=index.view(shape), weight=mix.weight.new_zeros(shape))
 
+    @property
+    def _takes_all(self) -> bool:
+        """Whether a token uses all experts, which then stand in their order."""
+        return self.router.num_selected == self.num_experts and self.ranks is ONE_RANK
+
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Routing) -> Tensor:
         """`[B, T, d]` -> `[B, T, k, dh]`."""
-        return linear(hidden_states, mix.index)
+        return linear(hidden_states, None if self._takes_all else mix.index)
 
     def position_bias(self, bias: Tensor, mix: Routing) -> Tensor:
-        """The chosen experts' biases: `[1, N, T, S]` -> `[B, k, T, S]`."""
+        """The chosen experts' biases: `[1, N, T, S]` -> `[B, k, T, S]`; of all experts as they are."""
+        if self._takes_all:
+            return bias
         bias = self.ranks.shared(bias)
         # shape: (B, T, k) -> (B, k, T, S)
         index = self.ranks.part(mix.index, -1).transpose(1, 2).unsqueeze(-1)
@@ -142,7 +150,7 @@ class MixtureOfAttentionExperts(MultiHead):
 
     def output(self, linear: nn.Module, context: Tensor, mix: Routing) -> Tensor:
         """`[B, T, k, dh]` -> `[B, T, d]`."""
-        return linear(context, mix.index, mix.weight)
+        return linear(context, None if self._takes_all else mix.index, mix.weight)
 
     @classmethod
     def splits_keys(cls, config: Any) -> bool:

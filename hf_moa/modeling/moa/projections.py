@@ -101,11 +101,19 @@ def computes_by_slot(index: Tensor, weight: Tensor, execution: str = "auto", num
     return num_ranks * len(weight) >= 3 * index.shape[2]
 
 
+def _macs(weight: Tensor, x: Tensor, index: Tensor | None) -> Macs:
+    if index is not None:
+        return macs_of_experts(weight, index)
+    macs = x.shape[0] * x.shape[1] * weight.numel()
+    return Macs(macs, macs)
+
+
 class ExpertInput(nn.Module):
     """`y_{t,s} = W_e x_t + b_e` for each chosen expert `e = index[t, s]`.
 
     Parameters: `weight` `[N, out, in]`, `bias` `[N, out]`.
-    Shapes: `x` `[B, T, in]`, `index` `[B, T, k]` -> `[B, T, k, out]`.
+    Shapes: `x` `[B, T, in]`, `index` `[B, T, k]` -> `[B, T, k, out]`; without an index all experts in
+    their order, `[B, T, N, out]`.
 
     Attributes:
         num_ranks: processes that share the experts. If there are others, N stands in `index` for an
@@ -136,10 +144,12 @@ class ExpertInput(nn.Module):
         if self.bias is not None:
             init.zeros_(self.bias)
 
-    def count_macs(self, x: Tensor, index: Tensor, **kwargs: Any) -> Macs:
-        return macs_of_experts(self.weight, index)
+    def count_macs(self, x: Tensor, index: Tensor | None, **kwargs: Any) -> Macs:
+        return _macs(self.weight, x, index)
 
-    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor:
+        if index is None:
+            return self._all(x)
         by_expert = computes_by_expert(index, self.weight, self.moa_execution, self.num_ranks)
         if by_expert or computes_all_by_operator(index, self.weight, self.moa_execution):
             dtype = compute_dtype(self.weight)
@@ -163,11 +173,14 @@ class ExpertInput(nn.Module):
         bias = None if self.bias is None else self.bias[expert]
         return nn.functional.linear(x, self.weight[expert], bias)
 
-    def _dense(self, x: Tensor, index: Tensor) -> Tensor:
+    def _all(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.flatten()
         # shape: (B, T, in) -> (B, T, N * out) -> (B, T, N, out)
         every = nn.functional.linear(x, self.weight.flatten(0, 1), bias)
-        every = torch.unflatten(every, -1, (self.num_experts, self.out_features))
+        return torch.unflatten(every, -1, (self.num_experts, self.out_features))
+
+    def _dense(self, x: Tensor, index: Tensor) -> Tensor:
+        every = self._all(x)
         if self.num_ranks > 1:
             every = nn.functional.pad(every, (0, 0, 0, 1))
         chosen = index.unsqueeze(-1).expand(*index.shape, self.out_features)
@@ -178,7 +191,8 @@ class ExpertOutput(nn.Module):
     """`y_t = sum_s weight_{t,s} W_e^T x_{t,s} + b` with `e = index[t, s]`; one bias on the sum.
 
     Parameters: `weight` `[N, in, out]`, `bias` `[out]`.
-    Shapes: `x` `[B, T, k, in]`, `index` and `weight` `[B, T, k]` -> `[B, T, out]`.
+    Shapes: `x` `[B, T, k, in]`, `index` and `weight` `[B, T, k]` -> `[B, T, out]`. The index is None
+    where these are all experts in their order.
 
     Attributes:
         num_ranks: see `ExpertInput`.
@@ -209,10 +223,17 @@ class ExpertOutput(nn.Module):
         if self.bias is not None:
             init.zeros_(self.bias)
 
-    def count_macs(self, x: Tensor, index: Tensor, *args: Any, **kwargs: Any) -> Macs:
-        return macs_of_experts(self.weight, index)
+    def count_macs(self, x: Tensor, index: Tensor | None, *args: Any, **kwargs: Any) -> Macs:
+        return _macs(self.weight, x, index)
 
-    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    def forward(self, x: Tensor, index: Tensor | None, weight: Tensor) -> Tensor:
+        y = self._products(x, index, weight)
+        return y if self.bias is None else y + self.bias
+
+    def _products(self, x: Tensor, index: Tensor | None, weight: Tensor) -> Tensor:
+        if index is None:
+            weighted = x * weight.unsqueeze(-1).to(x.dtype)
+            return weighted.flatten(-2) @ self.weight.flatten(0, 1)
         by_expert = computes_by_expert(
             index, self.weight, self.moa_execution, self.num_ranks, adds_up=True
         )
@@ -226,16 +247,15 @@ class ExpertOutput(nn.Module):
                 by_expert=by_expert,
                 has_others=self.num_ranks > 1,
             )
-            y = torch.unflatten(y, 0, index.shape[:2])
-        elif computes_by_slot(index, self.weight, self.moa_execution, self.num_ranks):
+            return torch.unflatten(y, 0, index.shape[:2])
+        if computes_by_slot(index, self.weight, self.moa_execution, self.num_ranks):
             weighted = x * weight.unsqueeze(-1).to(x.dtype)
             own = [(s, e) for s, e in enumerate(index.flatten().tolist()) if e < self.num_experts]
             y = x.new_zeros(*x.shape[:2], self.weight.shape[2])
             for slot, expert in own:
                 y = y + weighted[:, :, slot] @ self.weight[expert]
-        else:
-            y = self._dense(x, index, weight)
-        return y if self.bias is None else y + self.bias
+            return y
+        return self._dense(x, index, weight)
 
     def _dense(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         weighted = x * weight.unsqueeze(-1).to(x.dtype)

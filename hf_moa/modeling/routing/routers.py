@@ -36,7 +36,8 @@ class Routing(NamedTuple):
     """What a router decided for every token; or several of the same sizes, stacked in front.
 
     Attributes:
-        index: `[B, T, k]` int64, the chosen experts, best first; of several groups, one after the other.
+        index: `[B, T, k]` int64, the chosen experts, best first; of several groups, one after the other;
+            all experts in their order.
         weight: `[B, T, k]`, their weights, which sum to 1 over k.
         logits: `[B, T, N]`, the logits that were ranked (with noise where it was drawn).
         mask: `[B, T]` bool, real tokens; None for all.
@@ -142,7 +143,10 @@ class TopKRouter(nn.Module):
 
     def select(self, logits: Tensor, padding_mask: Tensor | None, noise: Noise | None = None) -> Routing:
         """Keep the k best of `logits` `[B, T, N]`."""
-        if self.num_groups == 1 and chooses_by_kernel(logits):
+        if self.num_selected == self.num_experts:  # there is nothing to choose
+            weight = logits.softmax(dim=-1)
+            index = torch.arange(self.num_experts, device=logits.device).expand(logits.shape)
+        elif self.num_groups == 1 and chooses_by_kernel(logits):
             weight, index = choose_experts(
                 logits, self.num_selected, detach_normalizer=self.detach_normalizer
             )
