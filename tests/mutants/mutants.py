@@ -571,7 +571,7 @@ STATIC = (
         "static-sums",
         "keys of earlier steps are not counted",
         "modeling/cache/gate_states.py",
-        {"before + amounts.cumsum(dim=1)": "amounts.cumsum(dim=1)"},
+        {"before + added": "added"},
         ("modeling/test_decoding.py",),
         "compute_fraction_counts",
     ),

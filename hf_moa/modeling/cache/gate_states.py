@@ -308,8 +308,8 @@ class GatedStaticLayer(_GateStates, StaticLayer):
         place = start + torch.arange(length + 1, device=amounts.device)
         state = self._state(name, amounts, 1 + self.max_cache_len)
         before = state.index_select(1, place[:1])
-        sums = torch.cat([before, before + amounts.cumsum(dim=1)], dim=1)
-        state.index_copy_(1, place, sums)
+        added = amounts if length == 1 else amounts.cumsum(dim=1)
+        state.index_copy_(1, place[1:], before + added)
         return before.squeeze(1)
 
     def counted(self, name: str) -> Tensor | None:
