@@ -138,7 +138,7 @@ MOA = (
         "moa-weights-twice",
         "an expert's output is weighted twice",
         "modeling/moa/mixture.py",
-        {"linear(context, mix.index, mix.weight)": "linear(context, mix.index, mix.weight.square())"},
+        {"linear(context, index, mix.weight)": "linear(context, index, mix.weight.square())"},
         ("modeling/test_moa.py",),
     ),
     Mutant(
@@ -146,8 +146,8 @@ MOA = (
         "an expert's output is not weighted",
         "modeling/moa/mixture.py",
         {
-            "linear(context, mix.index, mix.weight)": (
-                "linear(context, mix.index, mix.weight.new_ones(mix.weight.shape))"
+            "linear(context, index, mix.weight)": (
+                "linear(context, index, mix.weight.new_ones(mix.weight.shape))"
             )
         },
         ("modeling/test_moa.py",),

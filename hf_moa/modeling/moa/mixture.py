@@ -150,7 +150,8 @@ class MixtureOfAttentionExperts(MultiHead):
 
     def output(self, linear: nn.Module, context: Tensor, mix: Routing) -> Tensor:
         """`[B, T, k, dh]` -> `[B, T, d]`."""
-        return linear(context, None if self._takes_all else mix.index, mix.weight)
+        index = None if self._takes_all else mix.index
+        return linear(context, index, mix.weight)
 
     @classmethod
     def splits_keys(cls, config: Any) -> bool:
