@@ -469,6 +469,16 @@ def test_memory_falls_with_the_open_keys(interpreted):
     assert sizes[0] < 1.05 * full
 
 
+def test_layers_on_several_devices():
+    first, other = CompactStaticCache(GPT2.build().config, 10).layers[:2]
+    states = torch.empty(2, 2, 0, 16)
+    first.lazy_initialization(states, states)
+    with pytest.raises(
+        ValueError, match=r"layers on one device.*got meta behind cpu\): use a StaticCache"
+    ):
+        other.lazy_initialization(states.to("meta"), states.to("meta"))
+
+
 @pytest.mark.parametrize("open_keys", [0, 1.5, True, "half"])
 def test_a_share_that_is_none(open_keys):
     with pytest.raises(ValueError, match=r"open_keys must be a number in \(0, 1\]"):

@@ -81,12 +81,9 @@ def attends_open_tokens(module: Any, layer: AttentionFlow, call: AttentionCall) 
         module: its `AttentionGates`.
     """
     x = call.hidden_states
-    if (
-        not may_take_kernels(module.cct_execution, x)
-        or module.is_soft
-        or layer.training
-        or module.training
-    ):
+    if not may_take_kernels(module.cct_execution, x):
+        return False
+    if module.is_soft or layer.training or module.training:
         return False
     if call.is_paged or module.ranks is not ONE_RANK:
         return False
@@ -356,7 +353,7 @@ def computes_open_slices(
     Args:
         module: its `FeedForwardGate`.
     """
-    if not _gatesmay_take_kernels(module, x) or not _are_fit(x, [*up, down]):
+    if not _gates_may_take(module, x) or not _are_fit(x, [*up, down]):
         return False
     return _weight(down).shape[1] % (gates.shape[-1] * _WIDTHS_DIVIDE_BY) == 0
 
@@ -384,7 +381,7 @@ def computes_open_parts(module: Any, x: Tensor, parts: Iterable[nn.Module]) -> b
         module: its `FeedForwardGate`.
         parts: its networks.
     """
-    if not _gatesmay_take_kernels(module, x):
+    if not _gates_may_take(module, x):
         return False
     return all(
         type(part) is DenseFeedForward
@@ -441,7 +438,7 @@ def _hidden(
 # --- products -------------------------------------------------------------------------------------
 
 
-def _gatesmay_take_kernels(module: Any, x: Tensor) -> bool:
+def _gates_may_take(module: Any, x: Tensor) -> bool:
     """The same of a feed-forward layer, by its `FeedForwardGate`."""
     if module.training or module.control.training or module.ranks is not ONE_RANK:
         return False

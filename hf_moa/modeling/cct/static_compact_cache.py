@@ -54,8 +54,16 @@ class OpenPages:
             most_of_layer: pages of a layer whose keys are all open.
             batch: B.
             like: `[B, kv_heads, *, dh]`, keys.
+
+        Raises:
+            ValueError: the layers are on several devices.
         """
         if self.is_made:
+            if like.device != self.keys.device:
+                raise ValueError(
+                    "A CompactStaticCache must be of layers on one device, since they share their pages "
+                    f"(got {like.device} behind {self.keys.device}): use a StaticCache."
+                )
             return
         self.batch, self.most = batch, self.num_layers * most_of_layer
         least = int(self.share * self.most) + self.num_layers * batch  # each has one that is not full
