@@ -142,41 +142,40 @@ def test_generation_on_a_gpu(name, attention_type, compiled, open_keys, dtype):
     """As close to float64 as the dense form, of the same tokens and gates."""
     case = CASE[name]
     inputs = {key: x.cuda() for key, x in case.inputs().items()}
-    prompt = inputs.pop("decoder_input_ids", inputs["input_ids"])
-    tokens = torch.randint(5, 60, (len(prompt), 30), device="cuda")
-    tokens[:, : prompt.shape[1]] = prompt
+    tokens = torch.randint(5, 60, (len(inputs["input_ids"]), 30), device="cuda")
+    first = torch.zeros((), dtype=torch.long, device="cuda")  # position of a call's first token
 
     def decide(network, x):
-        return (
-            (x.float().sum(dim=-1, keepdim=True) * 0 + decided)
-            .expand(*x.shape[:-1], network.num_gates)
-            .to(x.dtype)
-        )
+        place = first + torch.arange(x.shape[1], device=x.device)
+        is_open = ((place + torch.arange(len(x), device=x.device).unsqueeze(1)) % 3 > 0).unsqueeze(-1)
+        return is_open.to(x.dtype).expand(-1, -1, network.num_gates)
 
     found = []
     for execution, precision in (("dense", torch.float64), ("dense", dtype), ("sparse", dtype)):
         fields = {"attention_type": attention_type, "cct_budgets": [1, 0.5], "cct_sublayer_norm": False}
         model = case.build(**WIDER[case.family.name], **fields, cct_execution=execution)
         model = model.to("cuda", precision)
+        model.set_cct_gates(decide)
+        first.zero_()
+        make = StaticCache if open_keys is None else partial(CompactStaticCache, open_keys=open_keys)
+        cache, key, given = make(model.config, 40), "input_ids", {}
+        if case.family.name == "t5":
+            own, key, given = cache, "decoder_input_ids", {"attention_mask": inputs["attention_mask"]}
+            cache = EncoderDecoderCache(own, make(model.config, inputs["input_ids"].shape[1]))
+            given["encoder_outputs"] = model.get_encoder()(inputs["input_ids"], inputs["attention_mask"])
+        else:
+            own = cache
         torch.compiler.reset()
         step = torch.compile(model, mode="reduce-overhead", fullgraph=True) if compiled else model
-        make = StaticCache if open_keys is None else partial(CompactStaticCache, open_keys=open_keys)
-        cache = make(model.config, 40)
-        given = {}
-        if case.family.name == "t5":
-            cache = EncoderDecoderCache(cache, make(model.config, inputs["input_ids"].shape[1]))
-            given = {"attention_mask": inputs["attention_mask"]}
-            given["encoder_outputs"] = model.get_encoder()(inputs["input_ids"], inputs["attention_mask"])
-        key, logits = "decoder_input_ids" if given else "input_ids", []
-        for i, place in enumerate([slice(8), *(slice(i, i + 1) for i in range(8, 30))]):
-            decided = torch.tensor(float(i % 3 > 0), device="cuda")
-            if hasattr(getattr(cache, "self_attention_cache", cache), "reserve"):
-                getattr(cache, "self_attention_cache", cache).reserve()
-            for module in model.modules():
-                if getattr(module, "gate_kind", None) == "cct":
-                    module.forced = decide
-            run = model if i == 0 else step
-            logits.append(run(**{key: tokens[:, place]}, **given, past_key_values=cache).logits.double())
+        logits = [model(**{key: tokens[:, :8]}, **given, past_key_values=cache).logits.double()]
+        for i in range(8, 30):
+            first.fill_(i)
+            if open_keys is not None:
+                own.reserve()
+            output = step(**{key: tokens[:, i : i + 1]}, **given, past_key_values=cache)
+            logits.append(output.logits.double())
+        kinds = {type(layer) for layer in own.layers}
+        assert (kinds == {StaticCompactLayer}) is (execution == "sparse")
         found.append(torch.cat(logits, dim=1))
     exact, plain, fast = found
     error, limit = (fast - exact).abs().max(), (plain - exact).abs().max()
