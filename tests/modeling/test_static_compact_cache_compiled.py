@@ -42,22 +42,19 @@ def test_kernels_compile_for_gpus(generation, monkeypatch, tmp_path):
     pointers = dict.fromkeys(halves, "bf16") | dict.fromkeys(numbers, "i32")
     pointers |= dict.fromkeys(floats, "fp32") | {"length": "i64", "mask": "u8"}
     undivided = ["num_tokens", "max_length", "num_pages", "last_page", "heads", "groups", "scaling"]
-    step = {"PAGE": PAGE, "KEYS": paged_keys_gpu._KEYS, "PLACES": paged_keys_gpu._PLACES, "groups": 1}
-    settings = [
-        ("_take_pages", {"PAGE": PAGE, "BLOCK": 128}),
-        *[
-            each
-            for head_dim in (64, 128)
-            for each in (
-                ("_put_keys", {"PAGE": PAGE, "HEAD_DIM": head_dim, "ROWS": paged_keys_gpu._ROWS}),
-                ("_attend_step", step | {"HEAD_DIM": head_dim} | NO_BIAS | IN_PARTS),
-                ("_attend_step", step | {"HEAD_DIM": head_dim} | NO_BIAS),
-                ("_attend_step", step | {"HEAD_DIM": head_dim}),
-                ("_attend_step", step | {"HEAD_DIM": head_dim} | NO_BIAS | NO_MASK | NO_KEY | IN_PARTS),
-                ("_join_parts", {"HEAD_DIM": head_dim, "PARTS": 8}),
-            )
-        ],
-    ]
+    settings = [("_take_pages", {"PAGE": PAGE, "BLOCK": 128})]
+    for head_dim in (64, 128):
+        sizes = {"PAGE": PAGE, "HEAD_DIM": head_dim}
+        step = sizes | {"KEYS": paged_keys_gpu._keys(head_dim), "PLACES": paged_keys_gpu._PLACES}
+        step |= {"groups": 1}
+        settings += [
+            ("_put_keys", sizes | {"ROWS": paged_keys_gpu._ROWS}),
+            ("_attend_step", step | NO_BIAS | IN_PARTS),
+            ("_attend_step", step | NO_BIAS),
+            ("_attend_step", step),
+            ("_attend_step", step | NO_BIAS | NO_MASK | NO_KEY | IN_PARTS),
+            ("_join_parts", {"HEAD_DIM": head_dim, "PARTS": 8}),
+        ]
     kernels = {name for name, each in vars(paged_keys_gpu).items() if isinstance(each, JITFunction)}
     assert kernels == {"_with_closed"} | {name for name, _ in settings}
     for name, constants in settings:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.gpu_kernels import jit, resident_programs, tl, triton
 
 _ROWS = 64  # tokens that a program takes at once, where it puts keys into pages
-_KEYS, _PLACES = 64, 1024  # keys, and places in the cache, at once
+_PLACES = 1024  # in the cache, that it looks at at once
 _FEW = 256  # keys, of which it does not pay to give programs a part each
 
 
@@ -473,7 +473,7 @@ def attend_pages(
             *of_bias,
             PAGE=page,
             HEAD_DIM=head_dim,
-            KEYS=_KEYS,
+            KEYS=_keys(head_dim),
             PLACES=_PLACES,
             num_warps=4,
         )
@@ -489,6 +489,11 @@ def attend_pages(
                 num_warps=1,
             )
     return out
+
+
+def _keys(head_dim: int) -> int:
+    """As many at once as stay in registers."""
+    return 64 if head_dim <= 64 else 32
 
 
 def _parts(programs: int, max_length: int, wanted: int) -> int:

@@ -58,6 +58,7 @@ class MixtureOfAttentionExperts(MultiHead):
         super().__init__(num_heads=num_selected, head_dim=head_dim)
         self.moa_execution = execution
         self.num_experts = num_experts
+        self.num_selected = num_selected
         self.num_kv_heads = num_kv_heads
         self.router = ROUTERS[router_type](
             hidden_size=hidden_size,
@@ -132,7 +133,7 @@ class MixtureOfAttentionExperts(MultiHead):
     @property
     def _takes_all(self) -> bool:
         """Whether a token uses all experts, which then stand in their order."""
-        return self.router.num_selected == self.num_experts and self.ranks is ONE_RANK
+        return self.num_selected == self.num_experts and self.ranks is ONE_RANK
 
     def query(self, linear: nn.Module, hidden_states: Tensor, mix: Routing) -> Tensor:
         """`[B, T, d]` -> `[B, T, k, dh]`."""
