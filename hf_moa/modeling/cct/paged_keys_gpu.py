@@ -188,10 +188,8 @@ def _attend_step(
     query_row = tl.load(query_rank + sequence)
     if tl.load(query_rank + sequence + 1) == query_row:
         return
-    q = (
-        tl.load(query + (query_row.to(tl.int64) * heads + head) * HEAD_DIM + inner).to(tl.float32)
-        * scaling
-    )
+    query += (query_row.to(tl.int64) * heads + head) * HEAD_DIM
+    q = tl.load(query + inner).to(tl.float32) * scaling
     if mask is not None:
         mask += sequence.to(tl.int64) * mask_batch
     if bias is not None:
@@ -288,16 +286,14 @@ def _attend_step(
     total_of_all = tl.where(lacks, float("nan"), total_of_all)
     if closed_of is None:  # there is one part
         total_of_all, context_of_all = _with_closed(at_most, total_of_all, context_of_all, closed)
-        context_of_all = context_of_all / tl.where(
-            total_of_all == 0, 1.0, total_of_all
-        )  # 0: it sees nothing
+        # 0: it sees nothing
+        context_of_all = context_of_all / tl.where(total_of_all == 0, 1.0, total_of_all)
     else:
         sums_at = part * tl.num_programs(0) + tl.program_id(0)
         tl.store(largest_of + sums_at, at_most)
         tl.store(total_of + sums_at, total_of_all)
         tl.store(closed_of + sums_at, closed)
-    width = heads.to(tl.int64) * HEAD_DIM
-    out += (part * (tl.num_programs(0) // heads) + sequence) * width + head * HEAD_DIM
+    out += (part * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * HEAD_DIM
     tl.store(out + inner, context_of_all.to(out.dtype.element_ty))
 
 
@@ -432,11 +428,10 @@ def attend_pages(
     shown, of_mask = None, 0
     of_bias: tuple[int, ...] = (0, 0)
     if mask is not None:
-        shown = mask.expand(batch, 1, 1, max_length).contiguous().view(torch.uint8)
+        shown = _in_rows(mask.expand(batch, 1, 1, max_length)).view(torch.uint8)
         of_mask = shown.stride(0)
     if bias is not None:
-        bias = bias.expand(batch, heads, 1, max_length)
-        bias = bias if bias.stride(3) == 1 else bias.contiguous()
+        bias = _in_rows(bias.expand(batch, heads, 1, max_length))
         of_bias = bias.stride()[:2]
     out = query.new_empty(batch, heads * head_dim)
     contexts = out
@@ -489,6 +484,11 @@ def attend_pages(
                 num_warps=1,
             )
     return out
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """With the numbers of the last dimension side by side; copied only if they are not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _keys(head_dim: int) -> int:
