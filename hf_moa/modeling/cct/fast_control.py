@@ -10,25 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.linear_slices import is_plain
-from ..core.precision import compute_dtype
-from .open_operators import may_take_kernels, open_operators
+from .open_operators import are_fit, are_plain_as, may_take_kernels, open_operators
 
 _MOST_GATES = 16
-_SIZES_DIVIDE_BY = 16
 
 
 def takes_control_kernel(network: Any, x: Tensor) -> bool:
     """Whether `fast_logits` can compute a `ControlNetwork`."""
     if network.training or not may_take_kernels(network.cct_execution, x):
         return False
-    linears = (network.dense, network.out)
-    if not all(is_plain(linear) and linear.bias is not None for linear in linears):
+    if not are_fit(x, [network.dense]) or not are_plain_as(x, [network.out]):
         return False
-    if any(linear.weight.dtype != x.dtype or compute_dtype(x) != x.dtype for linear in linears):
-        return False
-    sizes = network.dense.weight.shape
-    return network.num_gates <= _MOST_GATES and all(size % _SIZES_DIVIDE_BY == 0 for size in sizes)
+    has_biases = network.dense.bias is not None and network.out.bias is not None
+    return has_biases and network.num_gates <= _MOST_GATES
 
 
 def fast_logits(network: Any, x: Tensor) -> Tensor:

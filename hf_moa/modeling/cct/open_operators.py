@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..core.linear_slices import is_plain
 from ..core.operators import define, kernels_run_on, library_name
+from ..core.precision import compute_dtype
 from ..core.tracing import is_drawn_as_graph, is_transformed
+
+SIZES_DIVIDE_BY = 16  # of matrices that the kernels multiply with
 
 
 def may_take_kernels(execution: str, x: Tensor) -> bool:
@@ -26,6 +30,21 @@ def may_take_kernels(execution: str, x: Tensor) -> bool:
         and not (is_drawn_as_graph() or is_transformed(x))
         and kernels_run_on(x.device)
     )
+
+
+def are_plain_as(x: Tensor, linears: Sequence[Any]) -> bool:
+    """Whether linear layers are nothing but a weight of the dtype of `x`, and a bias or none."""
+    if not all(map(is_plain, linears)):
+        return False
+    weights = [linear.weight for linear in linears]
+    return all(weight.dtype == compute_dtype(weight) == x.dtype for weight in weights)
+
+
+def are_fit(x: Tensor, linears: Sequence[Any]) -> bool:
+    """The same, and in sizes that tiles divide."""
+    if not are_plain_as(x, linears):
+        return False
+    return all(size % SIZES_DIVIDE_BY == 0 for linear in linears for size in linear.weight.shape)
 
 
 def open_operators() -> Any:

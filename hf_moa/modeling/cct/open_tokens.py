@@ -20,18 +20,16 @@ from ..attention.flow import Attended, AttentionCall, AttentionFlow
 from ..cache.gate_states import GatedStaticLayer, gated_layer
 from ..core.activations import build_activation
 from ..core.linear_slices import PlainLinear, is_plain, is_watched
-from ..core.precision import compute_dtype
 from ..core.records import Record
 from ..feed_forward.layers import DenseFeedForward
 from ..parallel.ranks import ONE_RANK
 from .compact_cache import spread_compact
-from .open_operators import may_take_kernels, open_operators
+from .open_operators import SIZES_DIVIDE_BY, are_fit, may_take_kernels, open_operators
 from .static_compact_cache import StaticCompactLayer, make_static_compact
 
 # What the kernels take.
 _HEAD_DIMS = (16, 32, 64, 128)
 _MOST_PARTS = 4
-_WIDTHS_DIVIDE_BY = 16
 # activations that a kernel computes with its product; others come behind it
 _ACTIVATIONS: dict[type, str] = {
     type(build_activation(name)): kernel
@@ -92,7 +90,7 @@ def attends_open_tokens(module: Any, layer: AttentionFlow, call: AttentionCall) 
     linears: list[Any] = [linear for linear, _ in layer.head_projections]
     if len({linear.bias is None for linear in linears if is_plain(linear)}) > 1:
         return False  # keys without a bias, as some have, would need a product of their own
-    return layer.head_dim % _WIDTHS_DIVIDE_BY == 0 and _are_fit(x, linears)
+    return layer.head_dim % SIZES_DIVIDE_BY == 0 and are_fit(x, linears)
 
 
 def attend_open_tokens(
@@ -309,7 +307,7 @@ def output_of_open_tokens(layer: AttentionFlow, linear: nn.Module, attended: Att
     """The output of a layer whose context is of open tokens: `[B, T, h, dh]`, what is closed may hold
     anything, -> `[B, T, d]`."""
     tokens, context = attended.subset, attended.context
-    if not _are_fit(context, [linear]):
+    if not are_fit(context, [linear]):
         is_open = (tokens.patterns & 1).view(*context.shape[:2], 1, 1) > 0
         return layer.mixture.output(linear, context.masked_fill(~is_open, 0.0), attended.mix)
 
@@ -353,9 +351,9 @@ def computes_open_slices(
     Args:
         module: its `FeedForwardGate`.
     """
-    if not _gates_may_take(module, x) or not _are_fit(x, [*up, down]):
+    if not _gates_may_take(module, x) or not are_fit(x, [*up, down]):
         return False
-    return _weight(down).shape[1] % (gates.shape[-1] * _WIDTHS_DIVIDE_BY) == 0
+    return _weight(down).shape[1] % (gates.shape[-1] * SIZES_DIVIDE_BY) == 0
 
 
 def open_slices(
@@ -386,7 +384,7 @@ def computes_open_parts(module: Any, x: Tensor, parts: Iterable[nn.Module]) -> b
     return all(
         type(part) is DenseFeedForward
         and not (part.training or is_watched(part))
-        and _are_fit(x, [*_up(part), part.down])
+        and are_fit(x, [*_up(part), part.down])
         for part in parts
     )
 
@@ -443,16 +441,6 @@ def _gates_may_take(module: Any, x: Tensor) -> bool:
     if module.training or module.control.training or module.ranks is not ONE_RANK:
         return False
     return module.num_splits <= _MOST_PARTS and may_take_kernels(module.cct_execution, x)
-
-
-def _are_fit(x: Tensor, linears: Sequence[Any]) -> bool:
-    """Whether linear layers are nothing but a weight of the dtype of `x`, in sizes that tiles divide."""
-    if not all(map(is_plain, linears)):
-        return False
-    weights = [linear.weight for linear in linears]
-    sizes = [size for weight in weights for size in weight.shape]
-    are_of_dtype = all(weight.dtype == compute_dtype(weight) == x.dtype for weight in weights)
-    return are_of_dtype and all(size % _WIDTHS_DIVIDE_BY == 0 for size in sizes)
 
 
 def _weight(linear: Any) -> Tensor:

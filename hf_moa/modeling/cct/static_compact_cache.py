@@ -45,7 +45,7 @@ class OpenPages:
 
     def reset(self) -> None:
         """Give all pages back. Layers that held some are reset, too."""
-        self.is_made, self.batch, self.size, self.most, self._promised = False, 0, 0, 0, 0
+        self.batch, self.size, self.most, self._promised = 0, 0, 0, 0  # no size: there are none yet
 
     def make(self, most_of_layer: int, batch: int, like: Tensor) -> None:
         """Have pages for the first layer that asks, and for the others.
@@ -58,7 +58,7 @@ class OpenPages:
         Raises:
             ValueError: the layers are on several devices.
         """
-        if self.is_made:
+        if self.size:
             if like.device != self.keys.device:
                 raise ValueError(
                     "A CompactStaticCache must be of layers on one device, since they share their pages "
@@ -72,7 +72,6 @@ class OpenPages:
         self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
         self.positions = like.new_empty(self.size + 1, PAGE, dtype=torch.int32)
         self.taken = like.new_zeros(1, dtype=torch.int32)
-        self.is_made = True
         _hold_still(self.keys, self.values, self.positions, self.taken)
 
     def reserve(self, number: int) -> None:
@@ -294,7 +293,7 @@ class CompactStaticCache(StaticCache):
     def reserve(self) -> None:
         """Have room for one token more of each sequence. `generate` calls it; call it before each
         compiled step of a loop of your own."""
-        if self.pages.is_made:
+        if self.pages.size:
             self.pages.reserve(len(self.layers) * self.pages.batch)
 
 
