@@ -414,6 +414,26 @@ def test_a_compiler_takes_models_whole(name, taken):
 
 
 OPERATORS = fast_control_gpu.CONTROL_OPERATORS | open_tokens_gpu.OPERATORS
+
+
+def without_kernels(monkeypatch, *modules):
+    """Let operators run on fake tensors of a GPU; return what PyTorch is told of their shapes."""
+    for module in modules:
+        for name, each in vars(module).items():
+            if isinstance(each, JITFunction):
+                monkeypatch.setattr(module, name, Launcher())
+        if hasattr(module, "resident_programs"):
+            monkeypatch.setattr(module, "resident_programs", lambda device: 264)
+    monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
+    fakes = {}
+    stand_in = {
+        name: SimpleNamespace(register_fake=partial(fakes.__setitem__, name))
+        for name in open_operators._OPEN_SCHEMAS
+    }
+    open_operators._register_open_shapes(stand_in)
+    return fakes
+
+
 _NAMES = ["control_logits", "order_tokens", "project_tokens", "combine_tokens", "attend_tokens"]
 
 
@@ -422,18 +442,7 @@ _NAMES = ["control_logits", "order_tokens", "project_tokens", "combine_tokens", 
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_runs_around_the_kernels_waits_for_no_number(masked, dtype, monkeypatch):
     """On fake tensors of a GPU, which raise where a number is asked for."""
-    for module in (fast_control_gpu, open_tokens_gpu):
-        for name, each in vars(module).items():
-            if isinstance(each, JITFunction):
-                monkeypatch.setattr(module, name, Launcher())
-    monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
-    monkeypatch.setattr(open_tokens_gpu, "resident_programs", lambda device: 264)
-    fakes = {}
-    stand_in = {
-        name: SimpleNamespace(register_fake=partial(fakes.__setitem__, name))
-        for name in open_operators._OPEN_SCHEMAS
-    }
-    open_operators._register_open_shapes(stand_in)
+    fakes = without_kernels(monkeypatch, fast_control_gpu, open_tokens_gpu)
     with FakeTensorMode(), torch.device("cuda"):
         x, weight = torch.empty(3 * 70, 32, dtype=dtype), torch.empty(64, 32, dtype=dtype)
         gates = torch.empty(3 * 70, 2, dtype=dtype)

@@ -1,17 +1,15 @@
 """The kernels of CCT's static cache: translated by Triton's compiler, and run where there is a GPU."""
 
-import contextlib
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from families import CASE
-from test_open_tokens import WIDER
+from test_open_tokens import WIDER, without_kernels
 from torch._subclasses import FakeTensorMode
 from transformers import EncoderDecoderCache, StaticCache
 from transformers.cache_utils import StaticLayer
-from triton_tools import Launcher, bytes_spilled, translate
+from triton_tools import bytes_spilled, translate
 
 from hf_moa.modeling.cct import open_operators, paged_keys_gpu
 from hf_moa.modeling.cct.static_compact_cache import (
@@ -50,6 +48,7 @@ def test_kernels_compile_for_gpus(generation, monkeypatch, tmp_path):
         settings += [
             ("_put_keys", sizes | {"ROWS": paged_keys_gpu._ROWS}),
             ("_attend_step", step | NO_BIAS | IN_PARTS),
+            ("_attend_step", step | NO_BIAS | IN_PARTS | {"heads": 1}),
             ("_attend_step", step | NO_BIAS),
             ("_attend_step", step),
             ("_attend_step", step | NO_BIAS | NO_MASK | NO_KEY | IN_PARTS),
@@ -85,17 +84,7 @@ def test_operators_have_the_kernels_schemas():
 @pytest.mark.parametrize("length", [100, 8192])
 def test_what_runs_around_the_kernels_waits_for_no_number(length, dtype, monkeypatch):
     """On fake tensors of a GPU, which raise where a number is asked for."""
-    for name, each in vars(paged_keys_gpu).items():
-        if isinstance(each, JITFunction):
-            monkeypatch.setattr(paged_keys_gpu, name, Launcher())
-    monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
-    monkeypatch.setattr(paged_keys_gpu, "resident_programs", lambda device: 264)
-    fakes = {}
-    stand_in = {
-        name: SimpleNamespace(register_fake=partial(fakes.__setitem__, name))
-        for name in open_operators._OPEN_SCHEMAS
-    }
-    open_operators._register_open_shapes(stand_in)
+    fakes = without_kernels(monkeypatch, paged_keys_gpu)
     layer = StaticCompactLayer.of(StaticLayer(length), OpenPages())
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
         states = torch.empty(3, 2, 0, 64, dtype=dtype)
