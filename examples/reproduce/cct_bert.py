@@ -40,7 +40,7 @@ from summaries import (
     time_and_machine,
     with_deviation,
 )
-from upcycling import write_upcycled
+from upcycling import MEAN_LOSS, PAPERS_CCT, write_upcycled
 from wikitext_runs import SMALL_BERT, train_on_wikitext
 
 from hf_moa.cli.command import load_checkpoint
@@ -166,7 +166,7 @@ def pretrained(variant: str, seed: int, options: argparse.Namespace) -> tuple[di
     )
     folder = run_folder(options.models_dir, variant, seed)
     if variant == FROM_SCRATCH:
-        gates = {"cct_budgets": SAMPLED, "config_overrides": GATES, **NOISE}
+        gates = {"cct_budgets": SAMPLED, "config_overrides": GATES | MEAN_LOSS, **NOISE}
         flags = merged(merged(PRETRAINING, PLAIN[LARGEST]), gates)
         return train(flags, steps=all_steps(), folder=folder), folder
     plain = variant if variant in PLAIN else LARGEST
@@ -175,7 +175,7 @@ def pretrained(variant: str, seed: int, options: argparse.Namespace) -> tuple[di
     further = PRETRAINING
     if variant == CCT:
         gated = run_folder(Path(options.models_dir, "converted"), variant, seed)
-        write_upcycled(start, gated, seed=seed, cct_budgets=list(SAMPLED), **GATES)
+        write_upcycled(start, gated, seed=seed, cct_budgets=list(SAMPLED), **GATES, **PAPERS_CCT)
         start, further = gated, PRETRAINING | NOISE
     return train(further, steps=GATED_STEPS, folder=folder, start=start), folder
 

@@ -45,7 +45,7 @@ from summaries import (
     with_deviation,
 )
 from translation_runs import FLAGS, held_out_text, on_references, train_translation
-from upcycling import write_upcycled
+from upcycling import MEAN_LOSS, PAPERS_CCT, write_upcycled
 
 from hf_moa.cli.command import load_checkpoint
 from hf_moa.markdown import table
@@ -120,7 +120,9 @@ def trained_model(variant: str, seed: int, options: argparse.Namespace) -> Path:
     )
     folder = run_folder(options.models_dir, variant, seed)
     if variant == FROM_SCRATCH:
-        train(FROM_SCRATCH_FLAGS, steps=all_steps(), folder=folder)
+        overrides = FROM_SCRATCH_FLAGS["config_overrides"] | MEAN_LOSS
+        flags = FROM_SCRATCH_FLAGS | {"config_overrides": overrides}
+        train(flags, steps=all_steps(), folder=folder)
         return folder
     plain = variant if variant in PLAIN else LARGEST
     start = run_folder(Path(options.models_dir, "first"), plain, seed)
@@ -129,7 +131,8 @@ def trained_model(variant: str, seed: int, options: argparse.Namespace) -> Path:
     if variant in GATED:
         fields, flags = GATED[variant]
         gates = run_folder(Path(options.models_dir, "converted"), variant, seed)
-        write_upcycled(start, gates, seed=seed, **{"cct_budgets": list(SAMPLED), **GATES, **fields})
+        fields = {"cct_budgets": list(SAMPLED), **GATES, **PAPERS_CCT, **fields}
+        write_upcycled(start, gates, seed=seed, **fields)
         start = gates
         further = FURTHER | flags
     train(further, steps=FURTHER_STEPS, folder=folder, start=start)

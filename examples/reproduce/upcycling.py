@@ -7,6 +7,17 @@ from typing import Any
 
 from scripts import claimed
 
+# what CCT was when its experiments were run: the mean as budget loss, and in upcycled models the paper's
+# gates, which `upcycle` makes only where it is asked to
+MEAN_LOSS = {"cct_budget_loss": "mean"}
+PAPERS_CCT = {
+    **MEAN_LOSS,
+    "cct_budget_bias": False,
+    "cct_control_symbols": True,
+    "cct_full_budget_is_plain": False,
+    "cct_gate_training": "soft",
+}
+
 
 def write_upcycled(plain: str | Path, folder: Path, *, seed: int, **fields: Any) -> None:
     """Write the gated model of a plain checkpoint, and its tokenizer, to a folder that has none yet.
