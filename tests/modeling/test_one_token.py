@@ -160,6 +160,41 @@ def test_all_tokens_in_training(case):
     assert tokens_computed(model, **inputs)[0] == inputs["input_ids"].shape[-1]
 
 
+@pytest.mark.parametrize("name", ["cct", "mae-cct", "moa-moe-cct"])
+@each_reader
+def test_one_token_in_training_where_computing_is_counted(case, name):
+    """With CCT; gradients too are those of all tokens."""
+    fields = VARIANTS[name] | case.family.no_dropout
+    model, inputs = case.build(**fields).double().train(), case.inputs()
+    seen, gradients = [], []
+    last_layer(model).register_forward_hook(lambda module, args, y: seen.append(y[0].shape[1]))
+    for asked in (False, True):
+        model.zero_grad()
+        output = model(**inputs, **case.labels(), budget=0.5, output_hidden_states=asked)
+        output.task_loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert seen == [1, inputs["input_ids"].shape[-1]]
+    for name, expected in gradients[1].items():
+        actual = gradients[0].get(name, torch.zeros_like(expected))
+        torch.testing.assert_close(actual, expected, atol=1e-11, rtol=0, msg=name)
+
+
+@each_reader
+def test_training_holds_budgets_to_what_eval_computes(case):
+    """Gates that are open do not depend on the mode: the same compute is counted."""
+    model = case.build(**VARIANTS["cct"]).double()
+    model.set_cct_gates(1.0)
+    expected = tokens_computed(model, **case.inputs())[1].compute_cost
+    for network in model.modules():
+        if getattr(network, "gate_kind", None) == "cct":
+            torch.nn.init.zeros_(network.out.weight)
+            torch.nn.init.constant_(network.out.bias, 100.0)
+    model.set_cct_gates(None)
+    number, output = tokens_computed(model.train(), **case.inputs())
+    assert number == 1
+    torch.testing.assert_close(output.compute_cost, expected)
+
+
 @pytest.mark.parametrize("name", ["moa", "moe", "cct"])
 @each_reader
 def test_labels_change_nothing(case, name):

@@ -272,6 +272,7 @@ class MoaBertForSequenceClassification(SequenceClassification, MoaBertPreTrained
     """Gated BERT with a classifier (or regressor) on the pooled output."""
 
     head_inputs = _INPUTS
+    reads_one_token = True
 
     def __init__(self, config: MoaBertConfig):
         super().__init__(config)
@@ -357,6 +358,7 @@ class MoaBertForMultipleChoice(MoaBertPreTrainedModel):
     """Gated BERT with a score for each of several choices."""
 
     accepts_loss_kwargs = False  # the loss is a mean over examples
+    reads_one_token = True
 
     def __init__(self, config: MoaBertConfig):
         super().__init__(config)

@@ -24,8 +24,9 @@ class CctFields:
         cct_num_ffn_splits (`int`, defaults to 4): parts of the feed-forward layer, each with a gate.
         cct_gate_hidden_size (`int`, defaults to 128): width of the control networks' hidden layer.
         cct_noise_max (`float`, defaults to 5.0):
-            Final scale of the noise on the gates' logits. 5 is the paper's; gates of a pretrained model
-            start open, and want about 1.
+            Largest scale of the noise on the gates' logits, to which that of soft gates grows, and from
+            which that of hard ones falls to 0. 5 is the paper's; gates of a pretrained model start open,
+            and want about 1.
         cct_gate_training (`str`, defaults to `"soft"`):
             Gates in training: `"soft"` are the paper's noisy sigmoids, `"hard"` decide as in eval and
             have the sigmoids' gradients (straight-through).
@@ -168,6 +169,7 @@ CCT = Mechanism(
     gate_words="CCT control networks",
     gate_modules=("control_symbols",),
     has_auxiliary_losses=True,
+    counts_what_it_computes=True,
     code=("cct/gating.py", "cct/costs.py"),
     package=__package__,
 )

@@ -42,10 +42,12 @@ class TaskHead(ModelMixin):
     Attributes:
         head_inputs: the base model's arguments that the head takes by position, in this order; all its
             others by name.
+        reads_one_token: whether it reads one token of each sequence; see `may_compute_one_token`.
         output_class: of what it returns.
     """
 
     head_inputs: ClassVar[tuple[str, ...]] = ()
+    reads_one_token: ClassVar[bool] = False
     output_class: ClassVar[type]
     # what the base model is called with where there are labels
     inputs_with_labels: ClassVar[dict[str, Any]] = {}

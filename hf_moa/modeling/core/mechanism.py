@@ -43,6 +43,8 @@ class Mechanism:
         gate_words: what adapters' cards call them; default: gates, with the kind before.
         gate_modules: names of further modules that train as its gates do, such as "control_symbols".
         has_auxiliary_losses: whether training adds losses of its own.
+        counts_what_it_computes: whether one of them is of how much is computed: then training computes
+            what eval does (see `may_compute_one_token`).
         code: the modules of its layers, relative to the folder `modeling`: a checkpoint carries them
             where the mechanism is on.
         package: its folder, as `__package__` has it, with what a checkpoint does not carry: see `part`.
@@ -64,6 +66,7 @@ class Mechanism:
     gate_words: str | None = None
     gate_modules: tuple[str, ...] = ()
     has_auxiliary_losses: bool = False
+    counts_what_it_computes: bool = False
     code: tuple[str, ...] = ()
     package: str | None = None
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache.naming import CACHE_NAME
+from .mechanism import mechanisms_of
 from .tracing import is_traced
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, whose masks are tensors of pairs
@@ -115,15 +116,19 @@ _OF_ALL_TOKENS = (
 
 
 def may_compute_one_token(model: Any, inputs: dict[str, Any]) -> bool:
-    """Whether a head's call of its base model can leave out tokens of the last layer: in eval, where
-    nothing is asked for that tells of each token.
+    """Whether a head's call of its base model can leave out tokens of the last layer: where nothing is
+    asked for that tells of each token, in eval, and with CCT in training too: its budget loss counts
+    what is computed, so that budgets are shares of what eval computes. (Other models draw dropout for
+    all tokens, as transformers' do.)
 
     Args:
         model: the head's.
         inputs: of the call.
     """
     config = model.config
-    if model.training or config._attn_implementation not in IMPLEMENTATIONS:
+    if model.training and not trains_one_token(model):
+        return False
+    if config._attn_implementation not in IMPLEMENTATIONS:
         return False
     if any(inputs.get(name) is not None for name in (CACHE_NAME, "cache", "encoder_hidden_states")):
         return False
@@ -132,3 +137,11 @@ def may_compute_one_token(model: Any, inputs: dict[str, Any]) -> bool:
         if getattr(config, name, False) if asked is None else asked:
             return False
     return True
+
+
+def trains_one_token(model: Any) -> bool:
+    """Whether a model has a head that reads one token, and computes the last layer only for this one in
+    training, too."""
+    if not getattr(model, "reads_one_token", False):
+        return False
+    return any(mechanism.counts_what_it_computes for mechanism in mechanisms_of(model.config))

@@ -303,6 +303,7 @@ class MoaGPT2ForSequenceClassification(LastTokenClassification, MoaGPT2PreTraine
     """
 
     head_inputs = _INPUTS
+    reads_one_token = True
 
     def __init__(self, config: MoaGPT2Config):
         super().__init__(config)
