@@ -116,9 +116,9 @@ def _distillation(trainer: Any) -> dict[str, Any]:
         return {}
     name = teacher if isinstance(teacher, str) else getattr(teacher, "name_or_path", "")
     fields = {"teacher": str(name) or type(teacher).__name__}
-    for field_name in ("weight", "temperature", "hidden_weight"):
+    for field_name in ("weight", "temperature"):
         fields[f"distillation_{field_name}"] = getattr(trainer.args, f"distillation_{field_name}")
-    return fields
+    return fields | {"distillation_hidden_weight": trainer.hidden_weight}
 
 
 def state_hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:

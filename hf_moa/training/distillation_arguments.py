@@ -30,9 +30,12 @@ class DistillationArguments:
     distillation_temperature: float = field(
         default=2.0, metadata={"help": "With a teacher: what both models' logits are divided by."}
     )
-    distillation_hidden_weight: float = field(
-        default=1.0,
-        metadata={"help": "With a teacher: weight of the hidden states' relative error; 0 for none."},
+    distillation_hidden_weight: float | None = field(
+        default=None,
+        metadata={
+            "help": "With a teacher: weight of the hidden states' relative error; 0 for none. Default: "
+            "1; 0 for sequence classifiers with CCT."
+        },
     )
     distillation_hidden_states: list[str] | None = field(
         default=None,
@@ -58,13 +61,14 @@ class DistillationArguments:
             )
         self._check_number("distillation_weight", "in [0, 1]", lambda x: 0 <= x <= 1)
         self._check_number("distillation_temperature", "above 0", lambda x: x > 0)
-        self._check_number("distillation_hidden_weight", "of at least 0", lambda x: x >= 0)
+        if self.distillation_hidden_weight is not None:
+            self._check_number("distillation_hidden_weight", "of at least 0", lambda x: x >= 0)
         if not isinstance(self.distillation_cache, bool):
             raise ValueError(
                 f"distillation_cache must be True or False (got {self.distillation_cache!r})."
             )
         self.hidden_pairs()
-        if self.distillation_cache and self.distillation_hidden_weight:
+        if self.distillation_cache and self.distillation_hidden_weight != 0:
             raise ValueError(
                 "distillation_cache keeps only logits: a sequence's hidden states are thousands of "
                 "numbers. Set distillation_hidden_weight to 0 (got "
@@ -78,8 +82,7 @@ class DistillationArguments:
             raise ValueError(f"{name} must be a number {rule} (got {value!r}).")
 
     def hidden_pairs(self) -> list[tuple[int, int]]:
-        """The hidden states that are compared: of the student, and of the teacher. Without a weight
-        there are none.
+        """The hidden states that are compared, where any are: of the student, and of the teacher.
 
         Raises:
             ValueError: `distillation_hidden_states` holds something else.
@@ -96,7 +99,7 @@ class DistillationArguments:
                 "distillation_hidden_states must be a list of layers such as -1, or of a student's and "
                 f"a teacher's such as '1:2' (got {given!r})."
             )
-        return pairs if self.distillation_hidden_weight else []
+        return pairs
 
     def unused_without_teacher(self) -> list[str]:
         """The fields that are not at their defaults, and need a teacher."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_moa.modeling.core.one_token import trains_one_token
+
 from .distillation import Comparison, Views, hidden_error
 from .random_states import kept_random_states
 from .sandwich import TrainsEveryBudget
@@ -56,9 +58,23 @@ class Distils(TrainsEveryBudget):
                 "teacher must be a model, the path or Hub id of one, 'self' or None (got "
                 f"{type(self.teacher).__name__})."
             )
-        check_teacher(self.teacher, model, compares_hidden=bool(args.hidden_pairs()))
+        check_teacher(self.teacher, model, compares_hidden=bool(self.hidden_pairs))
         if self._teacher is None or self._teacher.model is not self.teacher:
             self._teacher = Teacher(self.teacher)
+
+    @property
+    def hidden_weight(self) -> float:
+        """v of the loss: as given, or 1. With CCT it is 0 for heads that read one token: to be like the
+        teacher, all other tokens would have to be computed to the end."""
+        given = self.args.distillation_hidden_weight
+        if given is not None:
+            return given
+        return 0.0 if trains_one_token(self._gated_model()) else 1.0
+
+    @property
+    def hidden_pairs(self) -> list[tuple[int, int]]:
+        """The hidden states that are compared; see `DistillationArguments.hidden_pairs`."""
+        return self.args.hidden_pairs() if self.hidden_weight else []
 
     def _begin_distillation(self) -> None:
         """At the first update of a run: the teacher goes to its device, and fills the cache."""
@@ -87,7 +103,7 @@ class Distils(TrainsEveryBudget):
         teacher = self._teacher
         assert teacher is not None
         with self.accelerator.autocast():
-            return teacher(batch, output_hidden_states=bool(self.args.hidden_pairs()))
+            return teacher(batch, output_hidden_states=bool(self.hidden_pairs))
 
     # --- data ---------------------------------------------------------------------------------------
 
@@ -122,7 +138,7 @@ class Distils(TrainsEveryBudget):
         rows = inputs.pop(ROW, None)
         if self.teacher is None:
             return None
-        if self.args.hidden_pairs():
+        if self.hidden_pairs:
             inputs["output_hidden_states"] = True
         return Lesson(self, inputs, rows)
 
@@ -138,7 +154,7 @@ class Lesson:
 
     def __init__(self, trainer: Distils, inputs: dict[str, Any], rows: Tensor | None):
         self.trainer, self.inputs, self.rows = trainer, inputs, rows
-        self.pairs = trainer.args.hidden_pairs()
+        self.pairs = trainer.hidden_pairs
         self.comparison = Comparison(
             inputs,
             config=getattr(trainer._gated_model(), "config", None),
@@ -175,7 +191,7 @@ class Lesson:
                 for h, t, mask in zip(views.hidden, targets.hidden, masks, strict=True)
             ]
             terms["hidden_loss"] = self.comparison.part(torch.stack(errors).mean())
-            loss = loss + args.distillation_hidden_weight * terms["hidden_loss"]
+            loss = loss + trainer.hidden_weight * terms["hidden_loss"]
         outputs["loss"] = loss
         return terms
 

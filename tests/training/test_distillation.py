@@ -216,6 +216,44 @@ def test_hidden_states_of_layers_by_pairs(tmp_path):
     torch.testing.assert_close(actual, ours.loss + sum(errors) / 3, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "weight"),
+    [
+        ("bert", {"cct_budgets": [0.5]}, 0.0),
+        ("bert", {"attention_type": "mae"}, 1.0),
+        ("gpt2", {"cct_budgets": [0.5]}, 1.0),  # a language model, which reads every token
+    ],
+)
+def test_default_weight_of_hidden_states(name, fields, weight, tmp_path):
+    """CCT's gates are free to leave out tokens that a classifier does not read."""
+    settings = {key: value for key, value in SETTINGS.items() if key != "distillation_hidden_weight"}
+    model, teacher = build(name, **fields), build(name, seed=5)
+    made = run(
+        name,
+        model,
+        tmp_path,
+        teacher=teacher,
+        max_steps=1,
+        logging_strategy="steps",
+        logging_steps=1,
+        **settings,
+    )
+    assert made.hidden_weight == weight
+    assert ("hidden_loss" in logged(made)[0]) == (weight > 0)
+    given = run(
+        name,
+        model,
+        tmp_path,
+        teacher=teacher,
+        max_steps=1,
+        logging_strategy="steps",
+        logging_steps=1,
+        **SETTINGS,
+    )
+    assert given.hidden_weight == V
+    assert "hidden_loss" in logged(given)[0]
+
+
 # --- the trainer --------------------------------------------------------------------------------------
 
 

@@ -176,7 +176,7 @@ def test_logs_are_of_all_budgets_and_of_each(name, tmp_path):
     model = build_with_budgets(name)
     made = run(name, model, tmp_path, teacher="self", max_steps=2, logging_strategy="steps",
                logging_steps=1, gradient_accumulation_steps=2, per_device_train_batch_size=2,
-               learning_rate=0.0)  # fmt: skip
+               learning_rate=0.0, distillation_hidden_weight=1.0)  # fmt: skip
     for entry in logged(made):
         per_budget = [entry[f"task_loss_{budget}"] for budget in ("1", "0.5", "0.25")]
         assert entry["task_loss"] == pytest.approx(sum(per_budget) / 3, rel=1e-5)
