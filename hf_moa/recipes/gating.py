@@ -71,7 +71,7 @@ class GatingArguments:
         },
     )
     cct_budget_loss_coef: float | None = _configured("CCT: weight of the budget loss.")
-    cct_noise_max: float | None = _configured("CCT: scale of the gate noise at the end of its growth.")
+    cct_noise_max: float | None = _configured("CCT: largest scale of the gates' noise.")
     eval_budgets: bool = field(
         default=False,
         metadata={

@@ -65,8 +65,9 @@ class GateTrainingArguments:
     cct_noise_steps: float | None = field(
         default=None,
         metadata={
-            "help": "CCT: optimiser steps over which the gates' noise grows to the config's "
-            "cct_noise_max; below 1, that part of the run; -1, the default with CCT: all of it."
+            "help": "CCT: optimiser steps over which the noise of soft gates grows to the config's "
+            "cct_noise_max, and that of hard ones falls from there to 0; below 1, that part of the run; "
+            "-1: all of it. Default with CCT: all of it, for hard gates 0.9."
         },
     )
 
@@ -135,8 +136,9 @@ class MoaTrainingArguments(GateTrainingArguments, DistillationArguments, Trainin
         router_global_balance (`bool`, defaults to `False`): with several processes, the routers'
             balance loss takes the load over the batches of all.
         cct_noise_steps (`float`, *optional*): optimiser steps over which CCT's noise grows linearly to
-            `config.cct_noise_max` (Bapna et al. 2020); below 1, that part of the run; -1, all of it.
-            Default: -1 for a model with CCT.
+            `config.cct_noise_max` (Bapna et al. 2020), or with `cct_gate_training="hard"` falls from
+            there to 0; below 1, that part of the run; -1, all of it. Default with CCT: -1, for hard
+            gates 0.9.
         budget_sampling (`str`, *optional*): how a model with budgets is trained.
 
             - `"draw"`: a step draws budgets from the configuration's list, where repeats are weights.
@@ -147,8 +149,10 @@ class MoaTrainingArguments(GateTrainingArguments, DistillationArguments, Trainin
         distillation_weight (`float`, defaults to 0.5): with a teacher, w of (1 - w) * loss of the labels
             + w * loss of the logits. Label smoothing is of the labels' loss only.
         distillation_temperature (`float`, defaults to 2.0): what the logits of both are divided by.
-        distillation_hidden_weight (`float`, defaults to 1.0): of the hidden states' relative squared
-            error, the mean over layers and, in encoder-decoder models, over both halves.
+        distillation_hidden_weight (`float`, *optional*): of the hidden states' relative squared error,
+            the mean over layers and, in encoder-decoder models, over both halves. Default: 1; 0 for
+            BERT's and GPT-2's sequence classifiers with CCT, whose gates should be free to leave out
+            what their head does not read.
         distillation_hidden_states (`list[int]` or `list[str]`, *optional*): which hidden states: 0 for
             the embeddings, -1, the default, for the last layer's; `"1:2"` compares the student's first
             layer with the teacher's second.
@@ -179,10 +183,3 @@ def check_noise_steps(value: float | None) -> None:
             "cct_noise_steps must be a whole number of steps, a part of the run below 1, or -1 for all "
             f"of it (got {value!r})."
         )
-
-
-def noise_steps(value: float, max_steps: int) -> int:
-    """The steps over which the noise grows, in a run of `max_steps`."""
-    if value == -1:
-        return max_steps
-    return int(value) if value >= 1 else max(1, round(value * max_steps))

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from .gate_descent import gate_parameters, other_parameters
+from .schedules import default_noise_steps
 
 
 def choose_mae_training(model: nn.Module, asked: str | None, *, adapted: bool = False) -> str | None:
@@ -94,7 +95,8 @@ def choose_noise_steps(
 
     Args:
         model: without wrappers or adapters.
-        asked: what was given; None is -1, the whole run.
+        asked: what was given; None is -1, the whole run, for soft gates, and for hard ones 0.9 of it, so
+            that the last steps have no noise.
         by_callback: a `CCTNoiseCallback` sets the noise.
 
     Returns:
@@ -102,7 +104,8 @@ def choose_noise_steps(
     """
     if by_callback or not _has_cct(model):
         return None
-    return -1 if asked is None else asked
+    config: Any = model.config
+    return default_noise_steps(config) if asked is None else asked
 
 
 def check_noise_steps(model: nn.Module, asked: float | None, *, by_callback: bool = False) -> None:

@@ -29,7 +29,6 @@ from .arguments import (
     GateTrainingArguments,
     MoaSeq2SeqTrainingArguments,
     MoaTrainingArguments,
-    noise_steps,
 )
 from .auxiliary_losses import (
     auxiliary_part,
@@ -59,7 +58,7 @@ from .gate_descent import (
 from .label_smoothing import smoothed_loss
 from .parameter_groups import decay_parameter_names, give_own_rates
 from .random_states import kept_random_states
-from .schedules import CCTNoiseCallback, noise_in, set_cct_noise
+from .schedules import CCTNoiseCallback, noise_in, noise_steps, set_cct_noise
 from .step_statistics import StepStatistics, distinct_budgets
 from .trackers import report_histograms, with_one_file
 from .whole_checkpoints import SavesWholeCheckpoints

@@ -270,6 +270,14 @@ CCT = (
         "noise",
     ),
     Mutant(
+        "cct-noise-of-hard-gates",
+        "the noise of hard gates grows, as that of soft ones",
+        "training/schedules.py",
+        {"1 - share if falls else share": "share"},
+        ("training/test_schedules.py",),
+        "hard_gates",
+    ),
+    Mutant(
         "cct-threshold",
         "a gate of exactly one half is closed: `>` where the paper has `>=`",
         "modeling/cct/control.py",
@@ -827,6 +835,14 @@ ONE_TOKEN = (
         },
         ("modeling/test_one_token.py",),
         "padding and GPT2 or base_models",
+    ),
+    Mutant(
+        "token-in-training",
+        "with CCT, training computes and counts the last layer of all tokens",
+        "modeling/cct/mechanism.py",
+        {"    counts_what_it_computes=True,\n": ""},
+        ("modeling/test_one_token.py",),
+        "is_counted or holds_budgets",
     ),
     Mutant(
         "token-asked",

@@ -154,6 +154,18 @@ def test_noise_grows_with_the_steps(tmp_path):
     assert scales == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
+def test_noise_of_hard_gates_falls(tmp_path):
+    model, scales = build("bert", cct_budgets=[1, 0.5], cct_gate_training="hard", cct_noise_max=9.0), []
+    module = model.bert.encoder.layer[0].attention.self.cct.control
+    model.register_forward_pre_hook(lambda *_: scales.append(float(module.noise_scale)))
+    made = run("bert", model, tmp_path, max_steps=10)
+    assert made.cct_noise_steps == 0.9
+    assert scales == [9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+    scales.clear()
+    run("bert", model, tmp_path, max_steps=3, cct_noise_steps=-1)
+    assert scales == [9.0, 6.0, 3.0]
+
+
 def test_noise_is_left_to_a_callback(tmp_path):
     model, scales = build("bert", cct_budgets=[1, 0.5]), []
     module = model.bert.encoder.layer[0].attention.self.cct.control

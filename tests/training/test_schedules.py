@@ -13,10 +13,12 @@ from hf_moa.training import CCTNoiseCallback, cct_noise_scale
 class FakeCCTModel(torch.nn.Module):
     """A linear model that notes the noise scales it is told."""
 
-    def __init__(self, cct_budgets=(1.0, 0.5)):
+    def __init__(self, cct_budgets=(1.0, 0.5), gates="soft"):
         super().__init__()
         self.linear = torch.nn.Linear(2, 1)
-        self.config = SimpleNamespace(cct_budgets=cct_budgets, cct_noise_max=5.0)
+        self.config = SimpleNamespace(
+            cct_budgets=cct_budgets, cct_noise_max=5.0, cct_gate_training=gates
+        )
         self.scales = []
 
     def set_cct_noise_scale(self, alpha):
@@ -48,6 +50,13 @@ def test_noise_grows_linearly_and_stays(step, expected):
     assert cct_noise_scale(step, num_steps=10, noise_max=5.0) == expected
 
 
+@pytest.mark.parametrize(
+    ("step", "expected"), [(0, 5.0), (1, 4.5), (5, 2.5), (10, 0.0), (11, 0.0), (1000, 0.0)]
+)
+def test_noise_falls_linearly_and_stays_away(step, expected):
+    assert cct_noise_scale(step, num_steps=10, noise_max=5.0, falls=True) == expected
+
+
 @pytest.mark.parametrize("num_steps", [0, -1, 2.0, "3", True, None])
 def test_bad_num_steps_is_an_error(num_steps):
     with pytest.raises(ValueError, match=r"`num_steps` must be an integer >= 1.* \(got"):
@@ -61,6 +70,23 @@ def test_default_is_all_steps_of_the_run(tmp_path):
     model = FakeCCTModel()
     make_trainer(model, tmp_path, CCTNoiseCallback()).train()
     assert model.scales == [0.0, 1.25, 2.5, 3.75]
+
+
+def test_noise_of_hard_gates_falls_and_the_last_steps_have_none(tmp_path):
+    model = FakeCCTModel(gates="hard")
+    make_trainer(model, tmp_path, CCTNoiseCallback(), max_steps=10).train()
+    expected = [5 * (9 - step) / 9 for step in range(10)]
+    assert model.scales == pytest.approx(expected, abs=1e-12)
+    model.scales.clear()
+    make_trainer(model, tmp_path, CCTNoiseCallback(num_steps=2)).train()
+    assert model.scales == [5.0, 2.5, 0.0, 0.0]
+
+
+def test_model_of_a_checkpoints_older_code():
+    model = FakeCCTModel()
+    del model.config.cct_gate_training
+    CCTNoiseCallback().on_step_begin(None, TrainerState(global_step=1, max_steps=4), None, model=model)
+    assert model.scales == [1.25]
 
 
 def test_noise_follows_optimiser_steps_not_micro_batches(tmp_path):

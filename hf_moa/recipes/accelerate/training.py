@@ -35,7 +35,6 @@ from hf_moa.training import (
     smoothed_loss,
     written_whole,
 )
-from hf_moa.training.arguments import noise_steps
 from hf_moa.training.auxiliary_losses import (
     count_tokens,
     has_auxiliary_losses,
@@ -55,7 +54,7 @@ from hf_moa.training.gate_choices import (
 )
 from hf_moa.training.gate_descent import prepare_gates
 from hf_moa.training.random_states import kept_random_states
-from hf_moa.training.schedules import noise_in, set_cct_noise
+from hf_moa.training.schedules import noise_in, noise_steps, set_cct_noise
 from hf_moa.training.step_statistics import StepStatistics, distinct_budgets
 from hf_moa.training.trackers import report_histograms, store_configuration
 
