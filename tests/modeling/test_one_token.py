@@ -42,6 +42,17 @@ def of_all_tokens(model, **inputs):
     return output
 
 
+def gradients_of(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_alike(of_one, of_all):
+    """Parameters that the one token does not reach may have no gradient instead of zeros."""
+    for name, expected in of_all.items():
+        actual = of_one.get(name, torch.zeros_like(expected))
+        torch.testing.assert_close(actual, expected, atol=1e-11, rtol=0, msg=name)
+
+
 each_variant_of_readers = pytest.mark.parametrize(
     ("reader", "fields"),
     [
@@ -72,10 +83,8 @@ def test_gradients_are_those_of_all_tokens(reader, fields):
     for output_hidden_states in (False, True):
         model.zero_grad()
         model(**inputs, output_hidden_states=output_hidden_states).logits.square().sum().backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    for name, expected in gradients[1].items():
-        actual = gradients[0].get(name, torch.zeros_like(expected))
-        torch.testing.assert_close(actual, expected, atol=1e-11, rtol=0, msg=name)
+        gradients.append(gradients_of(model))
+    assert_alike(*gradients)
 
 
 @pytest.mark.parametrize("execution", ["sparse", "dense"])
@@ -172,11 +181,9 @@ def test_one_token_in_training_where_computing_is_counted(case, name):
         model.zero_grad()
         output = model(**inputs, **case.labels(), budget=0.5, output_hidden_states=asked)
         output.task_loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        gradients.append(gradients_of(model))
     assert seen == [1, inputs["input_ids"].shape[-1]]
-    for name, expected in gradients[1].items():
-        actual = gradients[0].get(name, torch.zeros_like(expected))
-        torch.testing.assert_close(actual, expected, atol=1e-11, rtol=0, msg=name)
+    assert_alike(*gradients)
 
 
 @each_reader

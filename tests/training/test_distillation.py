@@ -226,32 +226,12 @@ def test_hidden_states_of_layers_by_pairs(tmp_path):
 )
 def test_default_weight_of_hidden_states(name, fields, weight, tmp_path):
     """CCT's gates are free to leave out tokens that a classifier does not read."""
-    settings = {key: value for key, value in SETTINGS.items() if key != "distillation_hidden_weight"}
     model, teacher = build(name, **fields), build(name, seed=5)
-    made = run(
-        name,
-        model,
-        tmp_path,
-        teacher=teacher,
-        max_steps=1,
-        logging_strategy="steps",
-        logging_steps=1,
-        **settings,
-    )
-    assert made.hidden_weight == weight
-    assert ("hidden_loss" in logged(made)[0]) == (weight > 0)
-    given = run(
-        name,
-        model,
-        tmp_path,
-        teacher=teacher,
-        max_steps=1,
-        logging_strategy="steps",
-        logging_steps=1,
-        **SETTINGS,
-    )
-    assert given.hidden_weight == V
-    assert "hidden_loss" in logged(given)[0]
+    logs = {"logging_strategy": "steps", "logging_steps": 1}
+    for given, expected in ({}, weight), ({"distillation_hidden_weight": V}, V):
+        made = run(name, model, tmp_path, teacher=teacher, max_steps=1, **logs, **given)
+        assert made.hidden_weight == expected
+        assert ("hidden_loss" in logged(made)[0]) == (expected > 0)
 
 
 # --- the trainer --------------------------------------------------------------------------------------
